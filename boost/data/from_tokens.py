@@ -4,6 +4,8 @@
   code for the id type (uint8), the numbers of sequences and of document indices (2 uint64), the length of each sequence (int32)
   and its byte offset (int64), and the document indices (int64): document i consists of sequences indices[i] to indices[i + 1] - 1.
 - nanoGPT: uint16 ids without a header. A folder has train.bin and, for held-out data, val.bin.
+- llm.c: a header of 256 int32 (a magic number, a version, the number of ids), then uint16 or uint32 ids; each document begins with
+  eos.
 
 The ids are copied, not linked, because a store has document offsets and ends each document with eos. The store's digests would
 also no longer match if another tool rewrote linked files.
@@ -41,6 +43,8 @@ _DECODED_IDS = 1 << 16
 """Number of ids to decode at a time when a document's bytes are counted by decoding."""
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_LLMC_HEADER_BYTES = 1024
+_LLMC_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 
 
@@ -54,6 +58,8 @@ class TokenFile:
     """The split of all documents in the file; None: the hash of each document decides."""
     index: Path | None = None
     ends: npt.NDArray[np.int64] | None = None
+    header: int = 0
+    """Number of ids that the header before the ids would be."""
 
     def paths(self) -> list[Path]:
         """The files that it consists of."""
@@ -61,19 +67,19 @@ class TokenFile:
 
     def pieces(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
         """Yields consecutive ids of one document, not validated, and whether the document ends with them."""
-        ids, start = FileArray(self.path, self.dtype), 0
-        for end in map(int, _ends_at_eos(ids, eos) if self.ends is None else self.ends):
+        ids, start = FileArray(self.path, self.dtype), self.header
+        for end in map(int, _ends_at_eos(ids, eos, start) if self.ends is None else self.ends):
             for at in range(start, max(end, start + 1), _BLOCK):  # one empty piece for an empty document
                 yield ids[at : min(at + _BLOCK, end)], at + _BLOCK >= end
             start = end
 
 
-def _ends_at_eos(ids: FileArray, eos: int) -> list[int]:
-    """The number of ids up to and including every eos. Ids after the last eos also form a document."""
+def _ends_at_eos(ids: FileArray, eos: int, start: int) -> list[int]:
+    """The number of ids up to and including every eos from `start` on. Ids after the last eos also form a document."""
     ends: list[int] = []
-    for at in range(0, len(ids), _BLOCK):
+    for at in range(start, len(ids), _BLOCK):
         ends += (np.flatnonzero(ids[at : at + _BLOCK] == eos) + at + 1).tolist()
-    return ends if len(ids) == (ends[-1] if ends else 0) else [*ends, len(ids)]
+    return ends if len(ids) == (ends[-1] if ends else start) else [*ends, len(ids)]
 
 
 def open_token_files(path: Path, dtype: str, split: str | None = None) -> list[TokenFile]:
@@ -108,6 +114,16 @@ def _existing(path: Path) -> Path:
 
 def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
     kind, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
+    header = np.fromfile(path, "<i4", _LLMC_HEADER_BYTES // 4)
+    if len(header) == _LLMC_HEADER_BYTES // 4 and header[0] in [magic for magic, _ in _LLMC_TYPES]:
+        if (known := (int(header[0]), int(header[1]))) not in _LLMC_TYPES:
+            raise DataError(
+                f"{path}: version {header[1]} of llm.c's token files is not supported; valid: {[*_LLMC_TYPES]}"
+            )
+        kind = np.dtype(_LLMC_TYPES[known])
+        if size != _LLMC_HEADER_BYTES + int(header[2]) * kind.itemsize:
+            raise DataError(f"{path}: {size} bytes do not hold the {header[2]} ids of its header; copy the file again")
+        return TokenFile(path, kind, split, header=_LLMC_HEADER_BYTES // kind.itemsize)
     if size % kind.itemsize:
         raise DataError(
             f"{path}: {size} bytes are not a whole number of {dtype} ids; check --token-dtype, or copy the file again"
@@ -189,7 +205,7 @@ class TokenInput:
             before = {path: self._stats[path] for path in file.paths()}
             for path, about in before.items():
                 require_unchanged(path, about.st_size, about.st_mtime_ns)
-            if file.ends is None and vocab_size > np.iinfo(file.dtype).max + 1:
+            if file.ends is None and not file.header and vocab_size > np.iinfo(file.dtype).max + 1:
                 raise DataError(
                     f"{file.path}: --token-dtype {self._dtype} cannot hold the ids of a vocabulary of {vocab_size} tokens; "
                     "pass --token-dtype uint32, or pass the tokenizer that produced the ids with --tokenizer"

@@ -3,6 +3,7 @@
 `datasets` retries failed reads. If it gives up, running the command again continues after the last committed row.
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from boost.data.conversations import document_of
-from boost.data.readers import Document, accept, require
+from boost.data.readers import Document, accept, note_unread, require
 from boost.data.report import PrepareReport
 from boost.errors import DataError
 
 READ_RETRIES = 720
 """How many times `datasets` retries a failed read, 5 s apart: for an hour instead of two minutes."""
+
+
+MARK_ROWS = 256
+"""How often to ask for the stream's state, in rows: each time, `datasets` copies it."""
 
 
 class StreamError(DataError):
@@ -44,6 +49,8 @@ class HubSource:
         self._commit: str | None = None
         self.name = f"Hugging Face {spec} ({split})"
         self._stream: Any = None
+        self._mark: dict[str, Any] = {"stream": None, "row": 0, "next": None}
+        """A recent state of the stream, the number of the row that follows it, and that row's digest."""
         self._row = self._consumed = 0
         if Path(self.dataset).exists():
             raise DataError(f"--hf {self.dataset}: this is a local path; pass it as INPUT, without --hf")
@@ -55,21 +62,27 @@ class HubSource:
     ) -> Iterator[Document]:
         """Yields the rows with text. `position`: where to continue, with the report's numbers taken from `entries`."""
         entry = report.source(self.name).file(self.dataset)
-        self._row, self._consumed = 0, report.consumed
+        self._row, self._consumed, continues_at = 0, report.consumed, 0
+        self._mark = {"stream": None, "row": 0, "next": None}
         if position is not None:
             entry.restore(entries[0])
-            self._row, report.consumed = position["row"], position["consumed"]
-            self._commit = position.get("commit")
-        for row in self._rows(position["stream"] if position else None):
+            continues_at, report.consumed = position["row"], position["consumed"]
+            self._commit, self._mark = position.get("commit"), position["mark"]
+            self._row = self._mark["row"]
+        for row in self._rows():
             if self._commit and (note := f"{self.dataset} at commit {self._commit}") not in report.notes:
                 report.notes.append(note)
             key, where = f"{self.dataset}:{self._row}", f"row {self._row}"
             self._row += 1
+            if self._row <= continues_at:
+                continue
             if not self.chat and self.text_field not in row:
                 columns = ", ".join(map(str, list(row)[:20]))
                 raise DataError(
                     f"{self.dataset}: no column {self.text_field!r}; choose one with --text-field: {columns}"
                 )
+            if not self.chat and self._row == 1:
+                note_unread(entry, row.keys() - {self.text_field})
             document = (
                 document_of(row, key, where, entry) if self.chat else accept(row[self.text_field], key, where, entry)
             )
@@ -80,10 +93,12 @@ class HubSource:
 
     def position(self) -> dict[str, Any]:
         """The position after the last row."""
-        state = {"stream": self._stream.state_dict(), "row": self._row, "consumed": self._consumed}
+        state = {"mark": self._mark, "row": self._row, "consumed": self._consumed}
         return state | ({"commit": self._commit} if self._commit else {})
 
-    def _rows(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """The rows from the mark on, which advances with them. Raises `StreamError`, also if the first row is not the mark's: a
+        version of `datasets` may continue elsewhere than at the state that it is given."""
         datasets = require("datasets", "a Hugging Face dataset")
         datasets.config.STREAMING_READ_MAX_RETRIES = max(datasets.config.STREAMING_READ_MAX_RETRIES, READ_RETRIES)
         with quiet_hub():
@@ -93,21 +108,36 @@ class HubSource:
                 self._stream = datasets.load_dataset(
                     self.dataset, self.config, split=self.split, streaming=True, revision=self._commit or self.revision
                 )
-                if state is not None:
-                    self._stream.load_state_dict(state)
-                yield from self._stream
+                if self._mark["stream"] is not None:
+                    self._stream.load_state_dict(self._mark["stream"])
+                rows, state, number = iter(self._stream), self._mark["stream"], self._mark["row"]
+                while (row := next(rows, None)) is not None:
+                    if number == self._mark["row"] and self._mark["next"] not in (None, _digest(row)):
+                        raise DataError(
+                            f"--hf {self.dataset}: datasets {datasets.__version__} lost the stream's position at row {number}; "
+                            "install another version and run the command again, which starts from the beginning"
+                        )
+                    if state is not None or number == 0:
+                        self._mark = {"stream": state, "row": number, "next": _digest(row)}
+                    yield row
+                    number += 1
+                    state = self._stream.state_dict() if number % MARK_ROWS == 0 else None
             except DataError:
                 raise
             except Exception as error:
                 # The library and its transports raise dozens of exception types.
                 line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
                 fix = "check the name, --hf-split, --hf-revision and the network"
-                if self._row or state is not None:
+                if self._row:
                     line, fix = f"{line} (after row {self._row})", "run the command again when the network is back"
                 raise StreamError(f"--hf {self.dataset}: {type(error).__name__}: {line}; {fix}") from error
 
     def fingerprint(self) -> list[Any]:
         return [self.dataset, self.config, self.split, *([self.revision] if self.revision else [])]
+
+
+def _digest(row: dict[str, Any]) -> str:
+    return hashlib.sha256(repr(row).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def commit_of(dataset: str, revision: str | None) -> str | None:

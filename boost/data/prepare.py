@@ -37,6 +37,7 @@ from boost.data.tokenizer import (
 from boost.data.writer import TokenWriter, locked, new_store, read_progress, remove, save_progress, sibling, store_meta
 from boost.errors import DataError
 from boost.format import format_count
+from boost.version import __version__
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,6 +46,11 @@ __all__ = ["PrepareOptions", "PrepareResult", "Progress", "input_fingerprint", "
 
 # The merges in a vocabulary converge long before this much text is read. More text would only cost time and memory.
 TRAINING_CHARS = 1 << 30
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
 
 COMMIT_S = 30.0
 """Seconds between commits: the most work that a kill can lose."""
@@ -180,20 +186,33 @@ def _check_options(options: PrepareOptions) -> None:
         )
 
 
+def tokenizer_files(spec: str) -> dict[str, str]:
+    """sha256 (hex) of every file of a local tokenizer that decides tokens, by name: tokenizer.json and its configuration, special
+    tokens, chat templates. Empty for `train:SIZE` and names on the Hub."""
+    path = Path(spec)
+    if not path.exists():
+        return {}
+    folder = path if path.is_dir() else path.parent
+    files = {path} if path.is_file() else set()
+    files.update(*(folder.glob(pattern) for pattern in _TOKENIZER_FILES))
+    return {
+        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(files)
+        if file.is_file()
+    }
+
+
 def input_fingerprint(
     options: PrepareOptions, sources: Iterable[Source | TokenInput], heldout: Iterable[Source] = ()
 ) -> str:
-    """sha256 (hex) of everything that the store depends on; for files, names, sizes and modification times, not contents."""
-    tokenizer = Path(options.tokenizer)
-    tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    """sha256 (hex) of everything that the store depends on; for input files, names, sizes and modification times, not contents."""
     content = {
         "format": FORMAT,
+        "version": __version__,
         "sources": [[type(source).__name__, source.fingerprint()] for source in sources],
-        "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else options.tokenizer,
-        "options": [options.eos, options.text_field or "text", options.heldout, options.max_documents],
+        "tokenizer": tokenizer_files(options.tokenizer) or options.tokenizer,
+        "options": [options.eos, options.text_field, options.heldout, options.max_documents, options.chat],
     }
-    if options.chat:
-        content["chat"] = ChatTemplate(Path(options.tokenizer)).template
     if options.max_tokens is not None or options.max_heldout_tokens is not None:
         content["limits"] = [options.max_tokens, options.max_heldout_tokens]
     if from_heldout := [[type(source).__name__, source.fingerprint()] for source in heldout]:

@@ -7,15 +7,20 @@ precede the damage in a file are kept.
 
 import bz2
 import codecs
+import csv
 import gzip
 import importlib
 import io
 import json
 import lzma
+import re
+import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -30,15 +35,19 @@ from boost.format import format_bytes, format_count
 MAX_DOCUMENT_CHARS = 16_000_000
 PART_CHARS = 1_000_000
 MAX_RECORD_BYTES = 1 << 26
-"""Limit for a JSON line or CSV row, which is parsed as a whole. Longer lines are skipped; a longer row ends its file."""
+"""Limit for a JSON line, which is parsed as a whole. Longer lines are skipped."""
 MAX_JSON_BYTES = 1 << 30
-"""Limit for a JSON array, which is also parsed as a whole."""
+"""Limit for a JSON array, and for `CSV_ROWS` rows of CSV, which are also parsed as a whole. Longer rows end their file."""
+CSV_ROWS = 128
+"""Number of CSV rows to parse at a time."""
 CHUNK = 1 << 20
 """Bytes to read at a time."""
 
 NOT_UTF8 = "not UTF-8 text"
 SURROGATE = "not valid Unicode (half of a surrogate pair)"
 CRLF = "with CRLF line breaks, normalized to LF"
+_UNDECODED = re.compile(r"[\udc80-\udcff]")
+"""Bytes that were not UTF-8, decoded with `surrogateescape`."""
 
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so it is rejected by name.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
@@ -178,6 +187,13 @@ def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileRe
     return chosen
 
 
+def note_unread(entry: FileReport, names: Iterable[str]) -> None:
+    """Notes the columns or fields whose text is not read."""
+    if names := sorted(names):
+        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+        entry.note(f"with unread columns: {', '.join(names[:20])}{more}")
+
+
 @contextmanager
 def counting(documents: Callable[[], int]) -> Iterator[None]:
     """Context manager for choosing a file's text column. If there is no such column, all of the file's `documents` count as
@@ -209,7 +225,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
                 case "bzip2":
                     opened = bz2.BZ2File(counted)
                 case "xz":
-                    opened = lzma.LZMAFile(counted)  # noqa: SIM115
+                    opened = _XzStreams(counted)
                 case "zstd":
                     opened = require("pyarrow", "zstd files").CompressedInputStream(counted, "zstd")
                 case _:
@@ -229,6 +245,34 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
             fix = f"decompress it first: zstd -d --long=31 {path.name}"
             raise Unreadable("zstd file with a window above 128 MB", fix=fix) from error
         raise Unreadable(f"damaged {compression} file", str(error).splitlines()[0], "copy the file again") from error
+
+
+class _XzStreams(io.RawIOBase):
+    """The content of xz streams one after another, with padding between and after them, which `lzma.LZMAFile` takes for damage or
+    for the end."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._decompressor = file, lzma.LZMADecompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            rest = b""
+            if self._decompressor.eof:
+                rest = self._decompressor.unused_data.lstrip(b"\0")
+                while not rest and (more := self._file.read(CHUNK)):
+                    rest = more.lstrip(b"\0")
+                if not rest:
+                    return 0
+                self._decompressor = lzma.LZMADecompressor()
+            elif self._decompressor.needs_input and not (rest := self._file.read(CHUNK)):
+                raise EOFError
+            data = self._decompressor.decompress(rest, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 class _Counted(io.RawIOBase):
@@ -361,76 +405,213 @@ def _whole_json(file: IO[bytes]) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def _list_in(record: dict[str, Any], text_field: str | None) -> str | None:
+    """The field with the records, if an object is not a record itself but wraps them, as in {"version": ..., "data": [...]}.
+    Raises `Unreadable` if several fields hold lists of records."""
+    if any(isinstance(record.get(name), str) for name in ([text_field] if text_field else ["text", "content"])):
+        return None
+    lists = [name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if len(lists) > 1:
+        fix = f"write one of them as a list of its own, e.g. with: jq .{lists[0]}"
+        raise Unreadable(f"one object with several lists of records: {', '.join(lists[:20])}", fix=fix)
+    return lists[0] if lists else None
+
+
 def _read_json(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
+    def records(entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
+        """The records in the file; those in the list of an object that wraps them."""
+        found = json_records(path, entry, report)
+        first = list(islice(found, 2)) if ".json" in (path.suffix.lower(), *path.suffixes[-2:-1]) else []
+        wrapped = _list_in(first[0][2], text_field) if len(first) == 1 and isinstance(first[0][2], dict) else None
+        if wrapped is None:
+            yield from chain(first, found)
+            return
+        entry.note(f"read from the list in field {wrapped!r} of one JSON object")
+        for number, value in enumerate(first[0][2][wrapped], start=1):
+            yield number, f"record {number}", value
+
     field = text_field  # if given, records without it are skipped one by one
     if field is None:
         fields: dict[str, bool] = {}
         with suppress(Unreadable):  # a damaged file is read up to the damage
-            for _, _, record in islice(json_records(path, FileReport(""), PrepareReport()), 100):
+            for _, _, record in islice(records(FileReport(""), PrepareReport()), 100):
                 for name, value in record.items() if isinstance(record, dict) else ():
                     fields[name] = fields.get(name, False) or isinstance(value, str)
-        with counting(lambda: sum(1 for _ in json_records(path, FileReport(""), PrepareReport()))):
+        with counting(lambda: sum(1 for _ in records(FileReport(""), PrepareReport()))):
             field = find_text_column(None, fields, entry) if fields else "text"
-    for number, where, record in json_records(path, entry, report):
+    unread, is_strings = set[str](), False
+    for number, where, record in records(entry, report):
         if isinstance(record, dict) and field in record:
+            if len(record) > 1:
+                unread.update(record)
             yield from _accept_pieces([record[field]], f"{key}:{number}", where, entry)
+        elif isinstance(record, str) and (is_strings := is_strings or where == "record 1") and field == "text":
+            yield from _accept_pieces([record], f"{key}:{number}", where, entry)
         else:
             what = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
             entry.skip(f"without the field {field!r}", f"{where} has {what}")
+    note_unread(entry, unread - {field})
 
 
-# ---- Tables: a document per row, read by pyarrow
+# ---- Tables: a document per row, read by pandas (CSV) and pyarrow
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """How a CSV file is written. `quotes`: whether a quote in a quoted field is `doubled` or `escaped` with a backslash, or all
+    quotes are `literal` characters."""
+
+    sep: str
+    quotes: str = "doubled"
+
+    def options(self) -> dict[str, Any]:
+        """Arguments that `csv.reader` and `pandas.read_csv` have in common."""
+        quoting = csv.QUOTE_NONE if self.quotes == "literal" else csv.QUOTE_MINIMAL
+        is_escaped = self.quotes == "escaped"
+        return {"quoting": quoting, "escapechar": "\\" if is_escaped else None, "doublequote": not is_escaped}
+
+    def wrong_rows(self, lines: Iterable[str], stop: int) -> int:
+        """How many rows (at most `stop`) contradict the dialect: rows with more or fewer fields than the header, with text
+        after a closing quote, or, in TSV, with line breaks although each of their lines has the fields of a row."""
+        read: list[str] = []
+        recorded = (read.append(line) or line for line in lines)  # type: ignore[func-returns-value]
+        rows = csv.reader(recorded, delimiter=self.sep, strict=True, **self.options())
+        columns = wrong = 0
+        while wrong < stop:
+            read.clear()
+            try:
+                row = next(rows, None)
+            except csv.Error:
+                wrong += 1
+                continue
+            if row is None:
+                break
+            columns = columns or len(row)
+            merges = len(read) > 1 and self.sep == "\t" and all(line.count("\t") == columns - 1 > 0 for line in read)
+            wrong += bool(row) and (len(row) != columns or merges)
+        return wrong
+
+
+def _usual_delimiter(path: Path) -> str:
+    return "\t" if ".tsv" in path.name.lower() else ","
+
+
+@lru_cache(maxsize=1024)
+def _dialect_of(path: Path, size: int, mtime_ns: int) -> tuple[_Dialect, bool]:
+    """The dialect that the fewest rows contradict, and whether the file contains quotes.
+
+    Reads the whole file, because quotes are text in all rows or in none. `size` and `mtime_ns` identify the file in the cache: each
+    pass over the input asks again.
+    """
+
+    def lines() -> Iterator[str]:
+        with open_utf8(path, FileReport(""), PrepareReport()) as file:
+            text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+            while line := text.readline(MAX_RECORD_BYTES):
+                yield line
+
+    header, has_quotes, has_escapes = next(lines(), ""), False, False
+    for line in lines():
+        has_quotes, has_escapes = has_quotes or '"' in line, has_escapes or '\\"' in line
+        if has_escapes:
+            break
+    usual = _usual_delimiter(path)
+    delimiters = [sep for sep in dict.fromkeys((usual, ",", ";", "\t", "|")) if sep in header] or [usual]
+    kinds = ("doubled", *(["escaped"] * has_escapes), *(["literal"] * has_quotes))
+    best, fewest = _Dialect(usual), sys.maxsize
+    field_limit = csv.field_size_limit(MAX_RECORD_BYTES)
+    try:
+        for dialect in (_Dialect(sep, quotes) for sep in delimiters for quotes in kinds):
+            wrong = dialect.wrong_rows(lines(), fewest)
+            best, fewest = (dialect, wrong) if wrong < fewest else (best, fewest)
+            if not wrong:
+                break
+    finally:
+        csv.field_size_limit(field_limit)
+    return best, has_quotes
+
+
+class _Bounded(io.RawIOBase):
+    """A file that ends with an error after `left` bytes: a quote that is never closed would bring all of it into memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.left = file, MAX_JSON_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        self.left -= len(data)
+        if self.left < 0:
+            why = f"{CSV_ROWS} rows longer than {format_bytes(MAX_JSON_BYTES)}, or a quote that is never closed"
+            raise Unreadable("not a CSV file", why, "correct it")
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _read_csv(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """Rows in a file with a header. In CSV, quoted text may hold line breaks; in TSV, a quote is an ordinary character."""
-    pyarrow, csv = (require(module, "CSV files") for module in ("pyarrow", "pyarrow.csv"))
+    """Rows in a file with a header, as `pandas.read_csv` reads them for `datasets`, but with numbers as they are written."""
+    pandas = require("pandas", "CSV files")
+    about = path.stat()
+    dialect, has_quotes = _dialect_of(path, about.st_size, about.st_mtime_ns)
+    if dialect.sep != _usual_delimiter(path):
+        entry.note(f"with the delimiter {dialect.sep!r}")
+    if has_quotes and (dialect.quotes != "doubled" or dialect.sep == "\t"):
+        meaning = {"doubled": "enclose fields", "escaped": "enclose fields, escaped with \\", "literal": "are text"}
+        entry.note(f"in which quotes {meaning[dialect.quotes]}")
+    options = {"sep": dialect.sep, "index_col": False, **dialect.options()}
 
-    def record_bad_row(bad: Any) -> str:
-        entry.skip("with a wrong number of columns", f"{bad.actual_columns} columns instead of {bad.expected_columns}")
-        return "skip"
+    def rows(column: str | None, entry: FileReport, report: PrepareReport) -> Iterator[Any]:
+        with open_utf8(path, entry, report) as file:
+            bounded = _Bounded(file)
+            # Objects: text as it is written, or NaN. Bytes that are not UTF-8 become surrogates, so that they end one row only.
+            types = {"dtype": object, "encoding_errors": "surrogateescape", "on_bad_lines": "warn"}
+            reader = pandas.read_csv(bounded, iterator=True, **types, **options)
+            while True:
+                bounded.left = MAX_JSON_BYTES
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    warnings.filterwarnings("error", "Length of header")
+                    try:
+                        chunk = reader.get_chunk(CSV_ROWS)
+                    except StopIteration:
+                        return
+                for line in (line for warning in caught for line in str(warning.message).splitlines() if line):
+                    where = line.replace("Skipping line", "record").replace(":", " (the header is 1):", 1)
+                    entry.skip("with a wrong number of columns", where)
+                yield from chunk.index if column is None else chunk[column]
 
-    def parse(on_bad_row: Any) -> Any:
-        if ".tsv" in path.name.lower():
-            return csv.ParseOptions(delimiter="\t", quote_char=False, invalid_row_handler=on_bad_row)
-        return csv.ParseOptions(newlines_in_values=True, invalid_row_handler=on_bad_row)
-
-    row, blocks = 0, csv.ReadOptions(block_size=MAX_RECORD_BYTES)
+    row = 0
     try:
-        with open_utf8(path, FileReport(""), PrepareReport()) as file:
-            schema = csv.open_csv(file, blocks, parse(lambda _: "skip")).schema
-        # The types are inferred from the first block: text that is not UTF-8 is inferred as binary.
-        is_text = {
-            field.name: pyarrow.types.is_string(field.type) or pyarrow.types.is_binary(field.type) for field in schema
-        }
-
-        def count() -> int:
-            with (
-                open_utf8(path, FileReport(""), PrepareReport()) as file,
-                csv.open_csv(file, blocks, parse(lambda _: "skip")) as batches,
-            ):
-                return sum(batch.num_rows for batch in batches)
-
-        with counting(count):
-            columns = {name: is_text[name] or name == text_field for name in is_text}
+        with open_utf8(path, FileReport(""), PrepareReport()) as file, warnings.catch_warnings():
+            warnings.filterwarnings("error", "Length of header")
+            # How pandas infers the types decides which columns hold strings.
+            sample = pandas.read_csv(
+                _Bounded(file), nrows=100, encoding_errors="replace", on_bad_lines="skip", **options
+            )
+        columns = {str(name): not pandas.api.types.is_numeric_dtype(sample[name]) for name in sample}
+        if text_field is not None and columns.get(text_field) is False:
+            entry.note(f"with numbers in column {text_field!r}, read as text")
+            columns[text_field] = True
+        with counting(lambda: sum(1 for _ in rows(None, FileReport(""), PrepareReport()))):
             column = find_text_column(text_field, columns, entry)
-        # Read as bytes, so that one row that is not UTF-8 does not end the file.
-        convert = csv.ConvertOptions(include_columns=[column], column_types={column: pyarrow.binary()})
-        with (
-            open_utf8(path, entry, report) as file,
-            csv.open_csv(file, blocks, parse(record_bad_row), convert) as batches,
-        ):
-            for batch in batches:
-                yield from _rows(batch.column(0), row, key, entry, first_row=1)
-                row += batch.num_rows
-    except pyarrow.ArrowInvalid as error:
-        reason = str(error).splitlines()[0]
-        if "straddling" in reason:
-            reason = f"a row longer than {format_bytes(MAX_RECORD_BYTES)}, or a quote that is never closed"
+        note_unread(entry, columns.keys() - {column})
+        for row, value in enumerate(rows(column, entry, report), start=1):
+            if isinstance(value, str) and _UNDECODED.search(value):
+                entry.skip(NOT_UTF8, f"row {row}")
+            else:
+                yield from _rows([value if isinstance(value, str) else None], row, key, entry)
+    except pandas.errors.EmptyDataError:
+        entry.skip("empty")
+    except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
+        reason = str(error).strip().splitlines()[0].removeprefix("Error tokenizing data. C error: ")
+        if isinstance(error, pandas.errors.ParserWarning):
+            reason = "a row has more fields than the header"
         raise Unreadable("not a CSV file", f"after row {row}: {reason}", "correct it") from error
 
 
@@ -476,30 +657,28 @@ def _batches(batches: Iterator[Any], column: str, reason: str, key: str, entry: 
             batch = next(batches, None)
         if batch is None:
             return
-        yield from _rows(batch.column(column), row, key, entry)
+        yield from _rows((value.as_py() for value in batch.column(column)), row, key, entry)
         row += batch.num_rows
 
 
 def _string_column(schema: Any, text_field: str | None, entry: FileReport) -> str:
     from pyarrow import types
 
-    columns = {}
+    columns: dict[str, bool] = {}
     for field in schema:
+        if field.name in columns:
+            raise Unreadable(f"two columns are named {field.name!r}", fix="rename one of them")
         kind = field.type.value_type if types.is_dictionary(field.type) else field.type
         columns[field.name] = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    return find_text_column(text_field, columns, entry)
+    column = find_text_column(text_field, columns, entry)
+    note_unread(entry, columns.keys() - {column})
+    return column
 
 
-def _rows(values: Iterable[Any], start: int, key: str, entry: FileReport, first_row: int = 0) -> Iterator[Document]:
-    """Documents in a column of strings or bytes. `start`: number of rows before it; `first_row`: number of the file's first row."""
-    for row, value in enumerate(values, start + first_row):
-        try:
-            text = value.as_py()
-            text = text.decode("utf-8") if isinstance(text, bytes) else text
-        except UnicodeDecodeError as error:
-            entry.skip(NOT_UTF8, f"row {row}, byte {error.start}")
-        else:
-            yield from _accept_pieces([text], f"{key}:{row}", f"row {row}", entry)
+def _rows(values: Iterable[Any], start: int, key: str, entry: FileReport) -> Iterator[Document]:
+    """Documents in a column. `start`: number of its first row."""
+    for row, value in enumerate(values, start):
+        yield from _accept_pieces([value], f"{key}:{row}", f"row {row}", entry)
 
 
 @contextmanager

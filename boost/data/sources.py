@@ -7,16 +7,28 @@ in bytes, or None for a stream.
 """
 
 import os
+import re
 import stat
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from boost.data.conversations import read_conversations
 from boost.data.hub import HubSource
-from boost.data.readers import Document, Unreadable, read_file
+from boost.data.readers import (
+    ARROW_SUFFIXES,
+    CSV_SUFFIXES,
+    JSON_SUFFIXES,
+    PARQUET_SUFFIXES,
+    Document,
+    Unreadable,
+    read_file,
+    require,
+)
 from boost.data.report import PrepareReport
 from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
@@ -25,6 +37,14 @@ from boost.errors import DataError
 # `datasets` writes these files in save_to_disk: the first to the folder of all splits, the others to the folder of each split.
 DATASET_DICT = "dataset_dict.json"
 DATASET_METADATA = {"dataset_info.json", "state.json"}
+CARD = "README.md"
+_CONFIGS = re.compile(rb"---\s*\n(?:.*\n)*?configs:")
+"""Matches a dataset card whose metadata assign files to splits."""
+DATA_SUFFIXES = (*JSON_SUFFIXES, *CSV_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES, ".txt")
+_MAY_NAME_A_SPLIT = re.compile(
+    r"(?:^|[-._ 0-9/])(?:valid|validation|dev|val|test|testing|eval|evaluation)[-._ 0-9/]|^data/.+-\d{5}-of-\d{5}"
+)
+"""Matches the path of every file that `datasets` may assign to a split other than train because of its name."""
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "lib-dynload", "_bundled", "__pycache__"}
 STDLIB_SKIPPED |= {"test", "tests", "idlelib", "idle_test"}
 """Folders to skip: third-party packages are not part of the standard library; tests and bundled tools would be half of the text."""
@@ -63,6 +83,27 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
         raise DataError(f"{path} changed during preparation; {AGAIN}")
 
 
+@contextmanager
+def opening_dataset(folder: Path) -> Iterator[Any]:
+    """The module `datasets`, quiet, without network and code. Its errors become one line. Raises `DataError`."""
+    datasets = require("datasets", f"the dataset in {folder}")
+    bars, level = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    try:
+        yield datasets
+    except DataError:
+        raise
+    except Exception as error:
+        # Missing files, Arrow errors, malformed JSON and YAML.
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        raise DataError(f"{folder}: not a dataset that 'datasets' can load: {type(error).__name__}: {line}") from error
+    finally:
+        datasets.utils.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
 class FilesSource:
     """One path on the command line: a file, or a folder that is walked in sorted order.
 
@@ -81,7 +122,7 @@ class FilesSource:
             otherwise = "" if chat else ", or use --stdlib for a corpus without files"
             raise DataError(f"{path}: no such file or folder; check the spelling{otherwise}")
         if self.path.is_dir():
-            self.files = [self._input(file, explicit=False) for file in self._walk()]
+            self.files = [self._input(file, explicit=False) for file in self._of_train([*self._walk()])]
         else:
             self.files = [self._input(self.path, explicit=True)]
         self.size: int | None = sum(file.size for file in self.files)
@@ -96,19 +137,10 @@ class FilesSource:
                 self._skip(folder, "a token store")
                 folders.clear()
                 continue
-            if DATASET_DICT in names:
-                if "train" not in folders:
-                    splits = ", ".join(sorted(folders)) or "none"
-                    raise DataError(
-                        f"{folder}: this saved dataset has no train split; pass the folder of one of its splits: {splits}"
-                    )
-                for name in sorted({*folders} - {"train"}):
-                    self._skip(os.path.join(folder, name), "not the train split; to read it, pass its folder")
-                folders[:] = ["train"]
-            metadata = DATASET_METADATA if set(names) >= DATASET_METADATA else {DATASET_DICT} & set(names)
-            for name in sorted(metadata):
-                self._skip(os.path.join(folder, name), "metadata of a saved dataset")
-            names = [name for name in names if name not in metadata]
+            if DATASET_DICT in names or set(names) >= DATASET_METADATA:
+                yield from self._saved(Path(folder))
+                folders.clear()
+                continue
             for name in sorted((*folders, *names)):
                 if name.startswith("."):
                     self._skip(os.path.join(folder, name), "hidden")
@@ -117,7 +149,63 @@ class FilesSource:
                 Path(folder, name) for name in sorted(names) if not name.startswith(".") and not is_leftover(name)
             )
 
-    def _skip(self, path: str, reason: str) -> None:
+    def _saved(self, folder: Path) -> list[Path]:
+        """The Arrow files of a dataset that `save_to_disk` wrote, or of its train split. Other files are skipped: shards of an
+        earlier save, caches, metadata."""
+        with opening_dataset(folder) as datasets:
+            saved = datasets.load_from_disk(str(folder), keep_in_memory=False)
+            if isinstance(saved, datasets.DatasetDict):
+                if "train" not in saved:
+                    names = ", ".join(sorted(saved)) or "none"
+                    raise DataError(
+                        f"{folder}: this saved dataset has no train split; pass the folder of one of its splits: {names}"
+                    )
+                for name in sorted({path.name for path in folder.iterdir() if path.is_dir()} - {"train"}):
+                    self._skip(folder / name, "not the train split; to read it, pass its folder")
+                self._skip(folder / DATASET_DICT, "metadata of a saved dataset")
+                folder, saved = folder / "train", saved["train"]
+            files = [Path(file["filename"]) for file in saved.cache_files]
+        for path in sorted({*folder.rglob("*")} - {*files}):
+            is_metadata = path.name in DATASET_METADATA
+            self._skip(path, "metadata of a saved dataset" if is_metadata else "not part of the saved dataset")
+        return files
+
+    def _of_train(self, paths: list[Path]) -> list[Path]:
+        """The files to read: those of the train split, if `datasets` finds several splits in the folder, by the names of files and
+        folders or in the dataset card. Files in formats that it does not read belong to no split."""
+        data = {
+            path: path.relative_to(self.path).as_posix() for path in paths if path.name.lower().endswith(DATA_SUFFIXES)
+        }
+        card = self.path / CARD
+        front = card.read_bytes().partition(b"\n---")[0] if card in paths else b""
+        has_configs = bool(_CONFIGS.match(front)) or (self.path / ".huggingface.yaml").is_file()
+        if not has_configs and not any(map(_MAY_NAME_A_SPLIT.search, data.values())):
+            return paths
+        with opening_dataset(self.path) as datasets, TemporaryDirectory() as cache:
+            try:
+                found = datasets.load_dataset_builder(str(self.path), cache_dir=cache).config.data_files or {}
+            except FileNotFoundError:  # no file in a format that `datasets` reads
+                if has_configs:
+                    raise
+                found = {}
+        root = os.path.realpath(self.path)
+        splits = {str(name): {os.path.relpath(file, root) for file in files} for name, files in found.items()}
+        if len(splits) < 2 and not has_configs:
+            return paths
+        name = "train" if len(splits) > 1 else min(splits)
+        if name not in splits:
+            raise DataError(f"{self.path}: no train split among {', '.join(splits)}; pass the files of one of them")
+        train, others = splits.pop(name), {file: name for name, files in splits.items() for file in files}
+        read = []
+        for path in paths:
+            key = path.relative_to(self.path).as_posix()
+            if key in train or not (key in others or path in data or path == card):
+                read.append(path)
+            else:
+                self._skip(path, f"in the split {others[key]!r}, not in train" if key in others else "in no split")
+        return read
+
+    def _skip(self, path: str | Path, reason: str) -> None:
         self._skipped.append((os.path.relpath(path, self.path), reason))
 
     def _input(self, path: Path, explicit: bool) -> InputFile:

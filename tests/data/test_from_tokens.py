@@ -53,6 +53,14 @@ def tokenizer(tmp_path_factory):
     return trained, str(path)
 
 
+def write_llmc(path, documents, magic=20240520, version=1, dtype="<u2"):
+    """A file of llm.c: each document begins with eos, whose id is 0."""
+    data = np.array([id for document in documents for id in (0, *document)], dtype)
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(data)
+    path.write_bytes(header.tobytes() + data.tobytes())
+
+
 @pytest.fixture
 def ids(tokenizer):
     return [tokenizer[0].encode(text).ids for text in TEXTS]
@@ -316,3 +324,22 @@ def test_paths_without_tokens_are_one_line(tmp_path):
     }.items():
         with pytest.raises(DataError, match=message):
             open_token_files(path, "uint16")
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_the_header_of_llmc_is_no_tokens(magic, version, dtype, tokenizer, ids, tmp_path):
+    write_llmc(tmp_path / "train.bin", ids[:50], magic, version, dtype)
+    write_llmc(tmp_path / "val.bin", ids[50:], magic, version, dtype)
+    given = PrepareOptions(out=tmp_path / "store", from_tokens=str(tmp_path), tokenizer=tokenizer[1])
+    store = prepare(given).store
+    for name, documents in (("train", ids[:50]), ("heldout", ids[50:])):
+        assert store.split(name).tokens[:].tolist() == [*chain.from_iterable([*document, 0] for document in documents)]
+    assert store.report["sources"][0]["skipped"]["empty"]["count"] == 2  # before the first eos of each file
+    (tmp_path / "val.bin").write_bytes((tmp_path / "val.bin").read_bytes()[:-4])
+    with pytest.raises(
+        DataError, match=r"val\.bin: \d+ bytes do not hold the \d+ ids of its header; copy the file again"
+    ):
+        open_token_files(tmp_path, "uint16")
+    write_llmc(tmp_path / "train.bin", ids, magic, 3, dtype)
+    with pytest.raises(DataError, match=r"train\.bin: version 3 of llm\.c's token files is not supported"):
+        open_token_files(tmp_path, "uint16")

@@ -90,7 +90,40 @@ CHANGES = {
     "tokenizer": {"tokenizer": "train:290"},
     "heldout": {"heldout": 0.3},
     "limit": {"max_documents": 9},
+    "text field": {"text_field": "text"},
 }
+
+
+@pytest.mark.parametrize(
+    ("file", "spec"),
+    [
+        ("tokenizer_config.json", "folder"), ("tokenizer_config.json", "file"), ("special_tokens_map.json", "folder"),
+        ("added_tokens.json", "folder"), ("chat_template.jinja", "folder"), ("additional_chat_templates/a.jinja", "folder"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_with_another_file_is_other_input(corpus, tmp_path, file, spec):
+    folder = tmp_path / "tokenizer"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    tokenizer = prepare(options(corpus, out=tmp_path / "t")).store.tokenizer()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "model.safetensors").write_text("not a tokenizer's")
+    given = options(corpus, tokenizer=str(folder / "tokenizer.json" if spec == "file" else folder))
+    prepare(given)
+    (folder / "model.safetensors").write_text("other")
+    assert prepare(given).up_to_date
+    (folder / file).write_text('{"eos_token": "<|end|>"}')
+    with pytest.raises(DataError, match="add --overwrite to replace it"):
+        prepare(given)
+    eos = prepare(PrepareOptions(**{**vars(given), "overwrite": True})).store.meta["eos"]["token"]
+    assert eos == ("<|end|>" if file == "tokenizer_config.json" else "<|endoftext|>")
+
+
+def test_another_version_of_boost_is_other_input(corpus, monkeypatch):
+    prepare(options(corpus))
+    monkeypatch.setattr("boost.data.prepare.__version__", "0.0.0")
+    with pytest.raises(DataError, match="add --overwrite to replace it"):
+        prepare(options(corpus))
 
 
 @pytest.mark.parametrize("name", CHANGES)

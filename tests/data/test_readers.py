@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import json
+import lzma
 import os
 import re
 from itertools import pairwise
@@ -174,6 +175,22 @@ def test_damage_in_the_middle_keeps_what_came_before(tmp_path):
     assert ("a.jsonl.gz", "damaged gzip file") in skips(report)
 
 
+def test_xz_streams_with_padding(tmp_path):
+    """As `xz` and `tar` write and read them: several streams, zeros between and after them."""
+    parts = [lzma.compress(text) for text in (b"one ", b"two ", b"x" * 100_000)]
+    for name, padded in {
+        "a.txt.xz": b"".join(parts),
+        "b.txt.xz": bytes(4).join(parts) + bytes(8),
+        "c.txt.xz": parts[0] + bytes(1 << 21) + parts[1],
+        "d.txt.xz": parts[0] + bytes(4) + b"not xz",
+        "e.txt.xz": parts[0] + bytes(4) + parts[1][:-9],
+    }.items():
+        (tmp_path / name).write_bytes(padded)
+    found, report = read(FilesSource(tmp_path))
+    assert found == [(f"{n}.txt.xz", "one two " + "x" * 100_000) for n in "ab"] + [("c.txt.xz", "one two ")]
+    assert list(skips(report)) == [("d.txt.xz", "damaged xz file"), ("e.txt.xz", "damaged xz file")]
+
+
 def test_zstd_with_a_long_window_names_the_command(tmp_path):
     """A frame header with a window of 2 GB (window descriptor: exponent 21 above 2^10), as `zstd --long=31` writes it."""
     (tmp_path / "a.txt.zst").write_bytes(bytes.fromhex("28b52ffd00") + bytes([21 << 3]) + b"\x01\0\0")
@@ -202,7 +219,8 @@ def test_other_encodings_are_converted_and_noted(encoding, tmp_path, monkeypatch
     documents, report = read(FilesSource(tmp_path))
     assert [text for _, text in documents] == [text, *"é" * 12, "\N{GRINNING FACE}", "é"]
     noted = f"encoded in {ENCODINGS[encoding]}, converted to UTF-8"
-    assert notes(report) == {(name, noted): [] for name in ("a.txt", "b.jsonl", "c.csv")}
+    unread = {("c.csv", "with unread columns: n"): []}
+    assert notes(report) == {(name, noted): [] for name in ("a.txt", "b.jsonl", "c.csv")} | unread
     assert skips(report) == {}
 
 
@@ -291,8 +309,32 @@ def test_a_json_array_is_one_record_per_element(suffix, indent, tmp_path, monkey
 
 
 def test_a_pretty_printed_record(tmp_path):
-    (tmp_path / "x.json").write_text(json.dumps({"text": "one"}, indent=1))
+    (tmp_path / "x.json").write_text(json.dumps({"text": "one", "marks": [{"at": 1}]}, indent=1))
     assert read(FilesSource(tmp_path))[0] == [("x.json:1", "one")]
+
+
+def test_an_array_of_strings(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps(["one", "two"]))
+    for field in (None, "text"):
+        assert read(FilesSource(tmp_path, field))[0] == [("x.json:1", "one"), ("x.json:2", "two")]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("field", [None, "text"])
+def test_an_object_that_wraps_the_records_is_read_by_its_list(indent, field, tmp_path):
+    data = {"version": "v2.0", "tags": ["a"], "data": [{"text": "one", "n": 1}, {"n": 2}, {"text": "two"}]}
+    (tmp_path / "x.json").write_text(json.dumps(data, indent=indent))
+    found, report = read(FilesSource(tmp_path, field))
+    assert found == [("x.json:1", "one"), ("x.json:3", "two")]
+    assert skips(report) == {("x.json", "without the field 'text'"): ["record 2 has n"]}
+    assert notes(report) == {
+        ("x.json", "read from the list in field 'data' of one JSON object"): [],
+        ("x.json", "with unread columns: n"): [],
+    }
+    data["more"] = data["data"]
+    (tmp_path / "x.json").write_text(json.dumps(data, indent=indent))
+    with pytest.raises(DataError, match="one object with several lists of records: data, more"):
+        read(FilesSource(tmp_path / "x.json", field))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +359,7 @@ def test_the_text_field_is_found(tmp_path):
     found, report = read(FilesSource(tmp_path / "a.jsonl"))
     assert found == [("a.jsonl:3", "found")]
     note = "read from column 'body', because the file has no 'text' column of strings"
-    assert notes(report) == {("a.jsonl", note): []}
+    assert notes(report) == {("a.jsonl", note): [], ("a.jsonl", "with unread columns: n"): []}
 
 
 def write_parquet(path, **columns):
@@ -347,6 +389,19 @@ def test_parquet_of_the_wrong_shape(tmp_path):
     assert ("x.parquet", "not a Parquet file") in skips(report)
 
 
+def test_columns_of_one_name_are_refused(tmp_path):
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "a.txt").write_text("text")
+    found, report = read(FilesSource(tmp_path))
+    assert found == [("a.txt", "text")]
+    assert skips(report) == {(f"x.{kind}", "two columns are named 'text'"): [] for kind in ("arrow", "parquet")}
+    with pytest.raises(DataError, match="two columns are named 'text'; rename one of them"):
+        read(FilesSource(tmp_path / "x.parquet"))
+
+
 def test_damaged_parquet_keeps_what_came_before(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": [os.urandom(99).hex() for _ in range(400)]}), path, row_group_size=100,
@@ -367,12 +422,53 @@ def test_csv_files(suffix, tmp_path):
     path = compressed(tmp_path / f"x{suffix}", data)
     documents, report = read(FilesSource(tmp_path))
     assert documents == [(f"{path.name}:1", 'two\nlines, and "quotes"'), (f"{path.name}:4", "last")]
-    found = skips(report)
-    assert {reason for _, reason in found} == {"empty", "with a wrong number of columns", "not UTF-8 text"}
+    assert {reason: examples for (_, reason), examples in skips(report).items()} == {
+        "with a text field that is not a string": ["row 2: NoneType"],
+        "with a wrong number of columns": ["record 4 (the header is 1): expected 2 fields, saw 3"],
+        "not UTF-8 text": ["row 3"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts", "noted"),
+    [
+        ("x.csv", "id;text\n1;one, two\n2;\"a;b\"\n", ["one, two", "a;b"], "with the delimiter ';'"),
+        ("x.csv", "id\ttext\n1\tone\n", ["one"], r"with the delimiter '\t'"),
+        ("x.tsv", "id,text\n1,one\n", ["one"], "with the delimiter ','"),
+        ("x.csv", "text\na; b\nc; d\n", ["a; b", "c; d"], None),
+        ("x.csv", 'id,text\n1,"a \\"b, c\\" d"\n', ['a "b, c" d'], "in which quotes enclose fields, escaped with \\"),
+        ("x.csv", 'id,text\n1,"Hello he\n2,she "quoted" it\n', ['"Hello he', 'she "quoted" it'], "in which quotes are text"),
+        ("x.csv", 'id,text\n1,"a ""b"" c"\n2,the "d" e\n', ['a "b" c', 'the "d" e'], None),
+        ("x.tsv", 'id\ttext\n1\t"say ""hi"""\n2\tb\n', ['say "hi"', "b"], "in which quotes enclose fields"),
+        ("x.tsv", 'id\ttext\n1\t"two\nlines"\n', ["two\nlines"], "in which quotes enclose fields"),
+        ("x.tsv", 'id\ttext\n1\t"begins\n2\tends"\n', ['"begins', 'ends"'], "in which quotes are text"),
+    ],
+)  # fmt: skip
+def test_the_dialect_of_a_table_is_what_its_rows_say(name, content, texts, noted, tmp_path):
+    (tmp_path / name).write_text(content)
+    documents, report = read(FilesSource(tmp_path / name))
+    assert [text for _, text in documents] == texts and skips(report) == {}
+    assert [note for _, note in notes(report) if "delimiter" in note or "quotes" in note] == [noted] * bool(noted)
+
+
+def test_numbers_are_text_if_asked_for_and_stay_as_they_are_written(tmp_path):
+    (tmp_path / "x.csv").write_text("text\n007\n1.50\n")
+    with pytest.raises(DataError, match="no text column found among text; choose one with --text-field"):
+        read(FilesSource(tmp_path / "x.csv"))
+    documents, report = read(FilesSource(tmp_path / "x.csv", text_field="text"))
+    assert [text for _, text in documents] == ["007", "1.50"]
+    assert list(notes(report)) == [("x.csv", "with numbers in column 'text', read as text")]
+
+
+def test_a_csv_row_longer_than_the_header_is_refused(tmp_path):
+    """pandas would shift the columns of the whole file, or cut this row."""
+    (tmp_path / "x.csv").write_text("text\none, two\nthree\n")
+    with pytest.raises(DataError, match="not a CSV file: after row 0: a row has more fields than the header"):
+        read(FilesSource(tmp_path / "x.csv"))
 
 
 def test_quotes_in_tsv_are_text(tmp_path):
-    """As IANA's text/tab-separated-values has it: rows do not merge, and no quote vanishes."""
+    """If the rows say so: rows do not merge, and no quote vanishes."""
     texts = ['say "hi"', '"begins', "middle", 'ends"', "5'11\"", '""', "last"]
     (tmp_path / "x.tsv").write_text("n\ttext\n" + "".join(f"{n}\t{text}\n" for n, text in enumerate(texts)))
     documents, report = read(FilesSource(tmp_path / "x.tsv"))
@@ -380,12 +476,12 @@ def test_quotes_in_tsv_are_text(tmp_path):
 
 
 def test_a_csv_row_that_is_too_long_keeps_the_rows_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
-    (tmp_path / "x.csv").write_text("text,n\n" + "short,1\n" * 300 + "y" * 3000 + ",2\n")
+    monkeypatch.setattr(readers, "MAX_JSON_BYTES", 1_000_000)
+    (tmp_path / "x.csv").write_text("text,n\n" + "short,1\n" * 300 + "y" * 3_000_000 + ",2\n")
     documents, report = read(FilesSource(tmp_path))
     assert 100 < len(documents) <= 300
     ((_, reason), (where,)) = next(iter(skips(report).items()))
-    assert reason == "not a CSV file" and "a row longer than 1 kB" in where
+    assert reason == "not a CSV file" and where.startswith("128 rows longer than 1 MB, or a quote that is never closed")
 
 
 def arrow_files(folder, table):
@@ -445,10 +541,32 @@ def test_a_saved_dataset_is_its_train_split(saved):
     assert [text for _, text in read(FilesSource(saved / "test"))[0]] == ["of the test"]
 
 
-def test_a_saved_dataset_without_a_train_split_asks(saved):
-    (saved / "train").rename(saved / "validation")
+def test_a_saved_dataset_without_a_train_split_asks(tmp_path, saved):
+    import datasets
+
+    splits = datasets.load_from_disk(str(saved))
+    datasets.DatasetDict(validation=splits["train"], test=splits["test"]).save_to_disk(str(tmp_path / "other"))
     with pytest.raises(DataError, match="has no train split; pass the folder of one of its splits: test, validation"):
+        FilesSource(tmp_path / "other")
+    (saved / "train" / "state.json").unlink()
+    with pytest.raises(
+        DataError, match="saved: not a dataset that 'datasets' can load: FileNotFoundError: No such file"
+    ):
         FilesSource(saved)
+
+
+def test_caches_and_older_shards_of_a_saved_dataset_are_not_its_rows(tmp_path):
+    import datasets
+
+    for shards in (4, 2):
+        rows = datasets.Dataset.from_dict({"text": [f"row {i} of {shards}" for i in range(8)], "n": range(8)})
+        rows.save_to_disk(str(tmp_path), num_shards=shards)
+    rows = datasets.load_from_disk(str(tmp_path))
+    rows.map(lambda row: {"text": row["text"].upper()})
+    found, report = read(FilesSource(tmp_path))
+    assert [text for _, text in found] == rows["text"][:]
+    left_out = sorted(name for name, reason in skips(report) if reason == "not part of the saved dataset")
+    assert left_out[0].startswith("cache-") and left_out[1:] == [f"data-0000{i}-of-00004.arrow" for i in range(4)]
 
 
 def test_a_file_without_a_text_column_skips_all_of_its_rows(tmp_path):

@@ -87,7 +87,7 @@ def test_held_out_text_has_its_own_source(c4: Path) -> None:
     both = prepare.prepare(options(c4, inputs=(str(c4),), out=c4.parent / "folder")).store
     assert both.content("train") == store.content("train")
     (skipped,) = [each["skipped"] for each in both.report["sources"] if each["name"] == str(c4)]
-    assert list(skipped) == ["already read under another name"]
+    assert list(skipped) == ["in the split 'validation', not in train"]
 
 
 def test_limits_of_tokens(c4: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from boost.data import hub
@@ -131,6 +133,61 @@ def test_a_store_inside_its_own_input_is_not_input(tmp_path):
     assert documents == [("x.txt", "text")] and skips(report) == {("store", "a token store"): []}
 
 
+def write_rows(folder, *names):
+    """A file of one row, its own name, under each name."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            pq.write_table(pa.table({"text": [name]}), path)
+        else:
+            path.write_text({".jsonl": f'{{"text": "{name}"}}\n', ".csv": f"text\n{name}\n"}.get(path.suffix, name))
+
+
+@pytest.mark.parametrize(
+    ("names", "read_names"),
+    [
+        (["data/train-00000-of-00001.parquet", "data/extra-00000-of-00001.parquet"], ["data/train-00000-of-00001.parquet"]),
+        (["train.csv", "dev.csv", "other.csv"], ["train.csv"]),
+        (["en/my_train_0.jsonl", "en/my_val_0.jsonl"], ["en/my_train_0.jsonl"]),
+        (["training/a.jsonl", "evaluation/a.jsonl"], ["training/a.jsonl"]),
+        (["train.txt", "valid.txt", "notes.md", "code.py"], ["code.py", "notes.md", "train.txt"]),
+        (["testament.jsonl", "latest.jsonl", "train.jsonl"], ["latest.jsonl", "testament.jsonl", "train.jsonl"]),
+        (["test.jsonl", "tests/a.py"], ["test.jsonl", "tests/a.py"]),
+        (["test/a.py", "train/b.py", "c.py"], ["c.py", "test/a.py", "train/b.py"]),
+    ],
+)  # fmt: skip
+def test_a_folder_of_several_splits_is_its_train_split(names, read_names, tmp_path):
+    write_rows(tmp_path, *names)
+    found, report = read(FilesSource(tmp_path))
+    assert [text for _, text in found] == read_names
+    assert sorted(name for name, _ in skips(report)) == sorted({*names} - {*read_names})
+
+
+def test_a_snapshot_of_the_hub_is_what_its_card_says(tmp_path):
+    card = "---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: '{}'\n---\n# A card\n"
+    write_rows(tmp_path, *(f"blobs/{i}.parquet" for i in range(3)))
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for i, name in enumerate(("a.parquet", "b.parquet", "train.parquet")):
+        (folder / name).symlink_to(tmp_path / "blobs" / f"{i}.parquet")
+    (folder / "README.md").write_text(card.format("[ab].parquet"))
+    found, report = read(FilesSource(folder))
+    assert [text for _, text in found] == ["blobs/0.parquet", "blobs/1.parquet"]
+    assert skips(report) == {("README.md", "in no split"): [], ("train.parquet", "in no split"): []}
+    (folder / "README.md").write_text(card.format("c.parquet"))
+    with pytest.raises(DataError, match=r"snapshot: not a dataset that 'datasets' can load: .*c\.parquet"):
+        FilesSource(folder)
+    (folder / "README.md").write_text("configs:\n")
+    assert len(read(FilesSource(folder))[0]) == 4
+
+
+def test_a_folder_of_several_splits_without_train_asks(tmp_path):
+    write_rows(tmp_path, "test.csv", "validation.csv")
+    with pytest.raises(DataError, match="no train split among validation, test; pass the files of one of them"):
+        FilesSource(tmp_path)
+
+
 def test_a_missing_package_names_its_install(monkeypatch, tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -196,6 +253,33 @@ def test_a_revision_is_resolved_once_and_a_stream_continues_with_it(local_hub, m
     assert [options["revision"] for _, _, options in local_hub] == ["someone/rows@v1"] * 2
     assert source.fingerprint() == ["someone/rows", None, "train", "v1"]
     assert hub.HubSource("someone/rows").fingerprint() == ["someone/rows", None, "train"]
+
+
+@pytest.mark.parametrize("mark_rows", [1, 3, 256])
+def test_a_stream_continues_any_number_of_times(mark_rows, local_hub, monkeypatch):
+    monkeypatch.setattr(hub, "MARK_ROWS", mark_rows)
+    position, entries, texts = None, (), []
+    for _ in range(8):
+        source, report = hub.HubSource("someone/rows", "train", "body"), PrepareReport()
+        texts.append(next(source.documents(report, position, entries)).text)
+        position, entries = json.loads(json.dumps(source.position())), [asdict(report.sources[0].files[0])]
+    assert texts == [f"text {i}" for i in range(9) if i != 3]
+    assert entries[0]["documents"] == 8
+
+
+def test_a_stream_that_continues_elsewhere_is_an_error(local_hub, monkeypatch):
+    """As with datasets 5.0.0, which forgets the position at the second resume."""
+    import datasets
+
+    monkeypatch.setattr(hub, "MARK_ROWS", 2)
+    source = hub.HubSource("someone/rows", "train", "body")
+    documents = source.documents(PrepareReport())
+    for _ in range(5):
+        next(documents)
+    monkeypatch.setattr(datasets.IterableDataset, "load_state_dict", lambda stream, state: None)
+    again = hub.HubSource("someone/rows", "train", "body")
+    with pytest.raises(DataError, match=r"datasets .* lost the stream's position at row 4; install another version"):
+        next(again.documents(PrepareReport(), source.position(), [asdict(FileReport("someone/rows"))]))
 
 
 def test_hub_failures_are_one_line(monkeypatch, tmp_path):
