@@ -299,7 +299,7 @@ def test_a_prompt_starts_as_the_tokenizer_does(adds: bool, tmp_path: Path, store
     if adds:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
     theirs = tmp_path / "theirs"
-    llama_folder(theirs, vocab_size=tokenizer.get_vocab_size(), bos_token_id=start)
+    llama_folder(theirs, vocab_size=tokenizer.get_vocab_size(), bos_token_id=start, eos_token_id=0)
     tokenizer.save(str(theirs / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
     (theirs / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,5 +1,6 @@
 """Preparing a store: splits, no-ops, replacement, interruption, full disks."""
 
+import json
 import os
 import resource
 from itertools import pairwise
@@ -112,7 +113,8 @@ def test_a_tokenizer_with_another_file_is_other_input(corpus, tmp_path, file, sp
     prepare(given)
     (folder / "model.safetensors").write_text("other")
     assert prepare(given).up_to_date
-    (folder / file).write_text('{"eos_token": "<|end|>"}')
+    added = {"<|end|>": tokenizer.token_to_id("<|end|>")}
+    (folder / file).write_text(json.dumps(added if file == "added_tokens.json" else {"eos_token": "<|end|>"}))
     with pytest.raises(DataError, match="add --overwrite to replace it"):
         prepare(given)
     eos = prepare(PrepareOptions(**{**vars(given), "overwrite": True})).store.meta["eos"]["token"]
