@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from boost.config.schema import BF16_WEIGHTS_COST
 from boost.format import format_seconds
 from boost.plan.candidates import POLICIES, Request, legal, structures
 from boost.plan.memory import peak
@@ -43,7 +44,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request, str]]:
         yield f"without --{key} {words}", replace(request, fixed=request.fixed - {key}), ""
     if train.param_dtype == "float32":
         narrow = base.changed(train={"param_dtype": "bfloat16"})
-        price = "and each update rounds the weights to bfloat16"
+        price = f"and each update rounds weights and moments to bfloat16 (a small model: {BF16_WEIGHTS_COST})"
         yield "with --train.param_dtype bfloat16", replace(request, base=narrow), price
     tried, gpus = [request.gpus, 2 * request.gpus, 4 * request.gpus], 2 * request.gpus
     while not request.fixed & set(AXES) and gpus <= MOST_GPUS:

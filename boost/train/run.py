@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from boost.config import Config
+from boost.config.schema import BF16_WEIGHTS_COST
 from boost.config.text import print_error, printable, printable_text
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
@@ -273,6 +274,11 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
         yield (
             "this run computes in float32 without TF32, several times slower than in bfloat16; to compute in bfloat16, add "
             "compute_dtype = 'bfloat16' to [train]"
+        )
+    if train.param_dtype == "bfloat16":
+        yield (
+            "train.param_dtype = 'bfloat16' rounds weights and moments after every step, which loses small updates (a small model: "
+            f"{BF16_WEIGHTS_COST}); if memory allows, use param_dtype = 'float32' with compute_dtype = 'bfloat16'"
         )
     if not train.save_every and not train.save_minutes:
         yield (

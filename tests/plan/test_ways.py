@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from boost.config.schema import BF16_WEIGHTS_COST
 from boost.plan import ways
 from boost.plan.candidates import Request
 from boost.plan.hardware import Hardware, SiteLink
@@ -30,6 +31,7 @@ def test_the_first_way_that_fits_is_named_with_its_price(way: str, monkeypatch: 
     words = way_out(search)
     assert way in words and "per step" in words
     if way == "param_dtype":
+        assert BF16_WEIGHTS_COST in words
         assert Search(long(2048, NARROW)).fastest() is not None
     elif way == "GPUs":
         gpus = int(words.split()[1])

@@ -1,5 +1,6 @@
 """What a run says before its first step."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from boost.config.schema import BF16_WEIGHTS_COST
 from boost.data.store import TokenStore
 from boost.errors import StoppedError
 from boost.train import run as advice
@@ -80,6 +82,21 @@ def test_float32_on_a_gpu(store: Path, tmp_path: Path, enough: None) -> None:
         trainer.mesh = replace(trainer.mesh, device=torch.device("cuda"))
         lines = list(start_advice(trainer))
         assert len(lines) == expected and all("add compute_dtype = 'bfloat16' to [train]" in line for line in lines)
+
+
+def test_weights_in_bfloat16_say_what_they_cost(store: Path, tmp_path: Path, enough: None) -> None:
+    lines = said(store, tmp_path / "narrow", param_dtype="bfloat16", compute_dtype="bfloat16")
+    assert [line.startswith("train.param_dtype = 'bfloat16' rounds weights") for line in lines] == [True]
+    assert not said(store, tmp_path / "wide", param_dtype="float32", compute_dtype="bfloat16")
+    measured = json.loads((Path(__file__).parents[2] / "benchmarks" / "precision.json").read_text())
+    low, high = (
+        {dtype: f"{loss:.2f}" for dtype, loss in measured["heldout_loss"][lr].items()} for lr in ("2e-4", "3e-3")
+    )
+    cost = (
+        f"held-out loss {low['bfloat16']} instead of {low['float32']} after {measured['steps']} steps at lr 2e-4, "
+        f"{high['bfloat16']} instead of {high['float32']} at 3e-3"
+    )
+    assert cost == BF16_WEIGHTS_COST and cost in lines[0]
 
 
 class StopsAtOnce:
