@@ -1,15 +1,18 @@
 """Chat templates: a tokenizer's Jinja template, which formats messages in the form that a model was fine-tuned on."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from boost.data.tokenizer import by_transformers
 from boost.errors import ConfigError, DataError
 
 Message = dict[str, str]
@@ -42,13 +45,9 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
 def _load(folder: Path) -> Any:
     """The transformers tokenizer in a folder."""
     try:
-        from transformers import PreTrainedTokenizerFast
+        return by_transformers(folder)
     except ImportError:
         raise ConfigError("--chat needs transformers; install it with: pip install transformers") from None
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # the Rust side raises a plain Exception for anything it cannot parse
-        raise DataError(f"transformers cannot read the tokenizer in '{folder}': {error}") from None
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
@@ -72,6 +71,40 @@ class Encoded:
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Matches the marker at the start of the assistant's part in a template."""
+_PROBE = {"boost_probe": "value"}
+_PROBE_JSON = re.compile(r'\{\s*"boost_probe"\s*:\s*"value"\s*\}')
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content list that are text."""
+
+
+def joined(content: Any) -> Any:
+    """The text in a list of parts; text unchanged."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part["text"] for part in content if part.get("type", "text") in TEXT_PARTS)
+
+
+def _called(call: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A tool call with changed arguments."""
+    function = call.get("function", call)
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    function = {**function, "arguments": change(function["arguments"])}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _in_form(value: Any, forms: tuple[str, ...]) -> Any:
+    """The arguments of a tool call, as text or as an object. Raises Rejected if they are not JSON."""
+    content = value
+    if isinstance(value, str):
+        try:
+            content = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError):
+            raise Rejected("with tool-call arguments that are not JSON") from None
+    form = "text" if isinstance(value, str) else "an object"
+    if form in forms and value != "":
+        return value
+    return content if "an object" in forms else json.dumps(content, ensure_ascii=False)
 
 
 class ChatTemplate:
@@ -88,14 +121,17 @@ class ChatTemplate:
             raise DataError(
                 f"--tokenizer {folder} has no chat template; add a chat_template.jinja file, or use a chat model's tokenizer"
             )
-        self.template: str = self._tokenizer.get_chat_template()
+        templates = self._tokenizer.chat_template
+        self._templates: dict[str, str] = templates if isinstance(templates, dict) else {"default": templates}
+        self.template: str = self._templates.get("default") or "\n".join(self._templates.values())
         self.has_markers = _GENERATION.search(self.template) is not None
         self.straddling = 0
         """Number of answers so far that begin within a token: the model sees a different token there when it generates."""
         self.endless = 0
         """Number of answers so far whose end-of-turn token does not count toward the loss: the model does not learn to stop."""
         self._special = set(self._tokenizer.all_special_ids)
-        self._names = set(re.findall(r"\w+", self.template))
+        self._reads: dict[tuple[str, str], Any] = {}
+        """What a template reads, by (template, subject): see `_reads_parts` and `_reads_arguments`."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", *parameters} - {"tools", "documents"}
 
@@ -107,12 +143,15 @@ class ChatTemplate:
         }
 
     def unused(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[str]:
-        """Describes the parts of a conversation that the template does not use."""
+        """Describes the parts of a conversation that the template does not use, or not in this form."""
+        variables = {name: value for name, value in fields.items() if name not in self._reserved}
+        yield from self._adapted(messages, variables)[1]
+        names = set(re.findall(r"\w+", self._source(variables)))
         for name in fields:
-            if name not in self._names or name in self._reserved:
+            if name not in names or name in self._reserved:
                 yield f"with {name!r}, which the chat template does not use"
         for name in {name: None for message in messages for name in message}:
-            if name not in self._names and name != "weight":
+            if name not in names and name != "weight":
                 yield f"with {name!r} in a message, which the chat template does not use"
 
     def encode(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any] | None = None) -> list[Encoded]:
@@ -125,7 +164,8 @@ class ChatTemplate:
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         variables = {name: value for name, value in (fields or {}).items() if name not in self._reserved}
         try:
-            if self.has_markers:
+            messages = self._adapted(messages, variables)[0]
+            if _GENERATION.search(self._source(variables)):
                 documents = [self._by_markers(messages, counts, variables)]
             else:
                 documents = self._by_prefixes(messages, counts, variables)
@@ -136,6 +176,87 @@ class ChatTemplate:
             if not document.mask.any():
                 raise Rejected("without a token that counts toward the loss")
         return documents
+
+    def _source(self, variables: dict[str, Any]) -> str:
+        """The template for a conversation: transformers may choose another one for a conversation with tools."""
+        return str(self._tokenizer.get_chat_template(tools=variables.get("tools")))
+
+    def _adapted(
+        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """The messages in the form that the template reads, and notes on what was changed. Raises Rejected."""
+        source, adapted, notes = self._source(variables), [dict(message) for message in messages], dict[str, None]()
+        for message in adapted:
+            parts = message["content"]
+            if isinstance(parts, list) and not self._reads_parts(source, message["role"], messages, variables):
+                kinds = {part.get("type", "text"): None for part in parts if part.get("type", "text") not in TEXT_PARTS}
+                notes |= {
+                    f"with content of type {kind!r}, which the chat template does not read": None for kind in kinds
+                }
+                message["content"] = joined(parts)
+            calls = message.get("tool_calls")
+            if message["role"] == "assistant" and not message["content"]:
+                if not calls:
+                    raise Rejected("with an empty answer")
+                if "tool_calls" not in source:
+                    raise Rejected("with a tool call as the answer, which the chat template does not use")
+            if calls:
+                forms = self._reads_arguments(source, messages, variables)
+                message["tool_calls"] = [_called(call, partial(_in_form, forms=forms)) for call in calls]
+                if message["tool_calls"] != calls:
+                    (form,) = forms
+                    notes[f"with tool-call arguments passed to the chat template as {form}, because it needs that"] = (
+                        None
+                    )
+        return adapted, list(notes)
+
+    def _reads_parts(
+        self, source: str, role: str, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
+    ) -> bool:
+        """Whether the template reads a list of parts as content of this role, rather than text."""
+        if (source, role) not in self._reads:
+            part = {"type": "text", "text": "boost_probe"}
+            probe = [
+                {**m, "content": ([part] if m["role"] == role else joined(m["content"]))}
+                if isinstance(m["content"], list)
+                else m
+                for m in messages
+            ]
+            text = self._probed(probe, variables)
+            is_read = "boost_probe" in text and not any(form in text for form in (str(part), json.dumps(part)))
+            self._reads[source, role] = is_read
+        return bool(self._reads[source, role])
+
+    def _reads_arguments(
+        self, source: str, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
+    ) -> tuple[str, ...]:
+        """The forms of tool-call arguments of which the template makes JSON: an object for `tojson`, text for concatenation. If it
+        makes JSON of neither, it writes the values of an object in its own format."""
+        key = (source, "arguments of tool calls")
+        if key not in self._reads:
+            texts = {}
+            probes: dict[str, Callable[[Any], Any]] = {
+                "an object": lambda _: _PROBE,
+                "text": lambda _: json.dumps(_PROBE),
+            }
+            for form, change in probes.items():
+                probe = [
+                    m | ({"tool_calls": [_called(c, change) for c in m["tool_calls"]]} if m.get("tool_calls") else {})
+                    for m in messages
+                ]
+                probe = [m | {"content": joined(m["content"])} if isinstance(m["content"], list) else m for m in probe]
+                texts[form] = self._probed(probe, variables)
+            forms = tuple(form for form, text in texts.items() if _PROBE_JSON.search(text))
+            own_format = "boost_probe" in texts["an object"] and str(_PROBE) not in texts["an object"]
+            self._reads[key] = forms or (("an object",) if own_format else tuple(texts))
+        found: tuple[str, ...] = self._reads[key]
+        return found
+
+    def _probed(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+        try:
+            return self._render(messages, variables)
+        except _template_errors():
+            return ""
 
     def _by_markers(
         self, messages: Sequence[dict[str, Any]], counts: Sequence[bool], variables: dict[str, Any]

@@ -67,6 +67,11 @@ def conversation_of(record: Any) -> Conversation:
     _refuse(record)
     if record.get("label") is False:
         raise Malformed("with label = false, which marks a bad answer")
+    if named := [name for name in ("chosen", "rejected") if name in record]:
+        raise Malformed(f"with {named[0]!r}: preference data, which is not supported")
+    for name in ("messages", "conversations"):
+        if isinstance(record.get(name), str):
+            record[name] = _decoded(record[name], name)
     form, messages = _by_form(record)
     system = record.get("system")
     if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
@@ -124,14 +129,18 @@ def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
         ("documents", record.get("documents")),
     ):
         if isinstance(value, str) and value:  # as stored in ShareGPT and Parquet files
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                raise Malformed(f"with text as {name!r} that is not JSON") from None
+            value = _decoded(value, name)
         if value and not isinstance(value, list):
             raise Malformed(f"with {_kind(value)} as {name!r}, not a list")
         fields |= {name: value} if value else {}
     return {**more, **fields}
+
+
+def _decoded(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise Malformed(f"with text as {name!r} that is not JSON") from None
 
 
 def _refuse(fields: dict[str, Any]) -> None:
@@ -161,10 +170,24 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
             raise Malformed(f"with {key!r} = {counts!r:.20} in a message, but only 0 and 1 are supported")
     if any(message.get(key) == 0 for key in _COUNTS):
         others["weight"] = 0
+    if call := others.pop("function_call", None):  # the older form of one tool call
+        others.setdefault("tool_calls", [{"type": "function", "function": call}])
+    calls = others.get("tool_calls")
+    if isinstance(calls, str) and calls:
+        calls = others["tool_calls"] = _decoded(calls, "tool_calls")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise Malformed(f"with {_kind(calls)} as 'tool_calls', not a list of objects")
     text = message.get(content)
-    if text is None and (others.get("tool_calls") or others.get("function_call")):
+    if text is None and calls:
         text = ""
-    return {"role": _ROLES[message[role]], "content": _text(text, content), **others}
+    if isinstance(text, list):  # the template may read the parts
+        for part in text:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = repr(part.get("type"))[:40] if isinstance(part, dict) else _kind(part)
+                raise Malformed(f"with a part of type {kind} in {content!r}, which is not supported")
+    else:
+        text = _text(text, content)
+    return {"role": _ROLES[message[role]], "content": text, **others}
 
 
 def _text(value: Any, field: str) -> str:
@@ -204,10 +227,35 @@ def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareR
                 yield document
     elif name.endswith(PARQUET_SUFFIXES):
         with open_parquet(path) as file, damage("damaged Parquet file"):
-            rows = (row for batch in file.iter_batches(256) for row in batch.to_pylist())
+            types = {field.name: field.type for field in file.schema_arrow}
+            lines = (row for batch in file.iter_batches(256) for row in batch.to_pylist())
+            rows = ({name: _from_arrow(value, types[name]) for name, value in row.items()} for row in lines)
             for number, row in enumerate(rows, start=1):
                 if document := document_of(row, f"{key}:{number}", f"record {number}", entry):
                     yield document
         report.consumed += path.stat().st_size
     else:
         raise Unreadable("not a conversation file", fix="pass .jsonl, .json (also compressed) or .parquet files")
+
+
+def _from_arrow(value: Any, kind: Any) -> Any:
+    """A value as in JSON lines: without the nulls that Arrow adds for fields of other records, and with columns of JSON decoded."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    if types.is_struct(kind):
+        fields = ((field.name, field.type) for field in kind if value[field.name] is not None)
+        return {name: _from_arrow(value[name], inner) for name, inner in fields}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_from_arrow(item, kind.value_type) for item in value]
+    return dict(value) if types.is_map(kind) else value
+
+
+def without_nulls(value: Any) -> Any:
+    """A row of `datasets` without the nulls that Arrow adds for fields of other records."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

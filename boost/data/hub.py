@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from boost.data.conversations import document_of
+from boost.data.conversations import document_of, without_nulls
 from boost.data.readers import Document, accept, note_unread, require
 from boost.data.report import PrepareReport
 from boost.errors import DataError
@@ -84,7 +84,9 @@ class HubSource:
             if not self.chat and self._row == 1:
                 note_unread(entry, row.keys() - {self.text_field})
             document = (
-                document_of(row, key, where, entry) if self.chat else accept(row[self.text_field], key, where, entry)
+                document_of(without_nulls(row), key, where, entry)
+                if self.chat
+                else accept(row[self.text_field], key, where, entry)
             )
             if document is not None:
                 report.consumed += len(document.text)

@@ -126,3 +126,78 @@ def test_what_a_template_cannot_format(tmp_path: Path, source: str, words: str) 
 def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no chat template; add a chat_template.jinja file"):
         ChatTemplate(chat_tokenizer(tmp_path, None))
+
+
+CALL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": ARGUMENTS}</tool_call>{% endfor %}<|im_end|>\n'
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BOTH = "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
+
+
+def calls(arguments: object) -> list[dict[str, object]]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("source", "noted"),
+    [
+        ("{{ c.function.arguments | tojson }}", "an object"),
+        ("{{ c.function.arguments }}", "text"),
+        (BOTH, None),
+    ],
+)
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}', {}])
+def test_tool_call_arguments_are_json_once(tmp_path: Path, source: str, noted: str | None, arguments: object) -> None:
+    template = ChatTemplate(chat_tokenizer(tmp_path, CALL.replace("ARGUMENTS", source)))
+    (document,) = template.encode(calls(arguments))
+    assert f'"arguments": {arguments or "{}"}'.replace("'", '"') in document.text
+    given = "text" if isinstance(arguments, str) else "an object"
+    notes = list(template.unused(calls(arguments), {}))
+    assert bool(notes) == (noted not in (None, given)) and all(f"as {noted}" in note for note in notes)
+
+
+def test_tool_calls_that_cannot_be_learned(tmp_path: Path) -> None:
+    template = ChatTemplate(chat_tokenizer(tmp_path / "a", CALL.replace("ARGUMENTS", BOTH)))
+    with pytest.raises(Rejected, match="arguments that are not JSON"):
+        template.encode(calls("{x"))
+    with pytest.raises(Rejected, match="with a tool call as the answer, which the chat template does not use"):
+        ChatTemplate(chat_tokenizer(tmp_path / "b")).encode(calls({}))
+
+
+def test_parts_go_to_a_template_that_reads_them_and_reasoning_is_never_the_answer(tmp_path: Path) -> None:
+    parts = [{"type": "reasoning", "text": "hidden"}, {"type": "text", "text": "Hi "}, {"type": "text", "text": "you"}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": parts}]
+    plain = ChatTemplate(chat_tokenizer(tmp_path / "a"))
+    (document,) = plain.encode(messages)
+    assert counted(plain, document) == ["Hi you<|im_end|>\n"]
+    assert list(plain.unused(messages, {})) == [
+        "with content of type 'reasoning', which the chat template does not read"
+    ]
+    read = "{% for p in m['content'] if p.type == 'text' %}({{ p.text | trim }}){% endfor %}"
+    source = CHATML.replace(
+        "{{ m['content'] + '<|im_end|>' }}{% else %}",
+        "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        + read
+        + "{% endif %}{{ '<|im_end|>' }}{% else %}",
+    )
+    template = ChatTemplate(chat_tokenizer(tmp_path / "b", source))
+    (document,) = template.encode(messages)
+    assert counted(template, document) == ["(Hi)(you)<|im_end|>\n"]
+    with pytest.raises(Rejected, match="with an empty answer"):
+        plain.encode([messages[0], {"role": "assistant", "content": parts[:1]}])
+
+
+def test_markers_are_those_of_the_template_in_use(tmp_path: Path) -> None:
+    """An unmarked template for tools next to a marked default one, and the reverse."""
+    messages, tools = conversation(1), {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    for number, (default, other) in enumerate(((MARKED, CHATML), (CHATML, MARKED))):
+        folder = chat_tokenizer(tmp_path / str(number), default)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(f"{{# tools #}}{other}")
+        template = ChatTemplate(folder)
+        for fields, source in (({}, default), (tools, other)):
+            (document,) = template.encode(messages, fields)
+            assert counted(template, document) == answers(1, "<|im_end|>" if source == MARKED else "<|im_end|>\n")

@@ -23,7 +23,21 @@ USER, ANSWER = said("user", "a"), said("assistant", "b")
 SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 FORMS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"messages": [USER, ANSWER]}, [USER, ANSWER]),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER]}, [USER, ANSWER]),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER]},
+        [{**USER, "content": [{"type": "text", "text": "a"}]}, ANSWER],
+    ),
+    ({"messages": json.dumps([USER, ANSWER])}, [USER, ANSWER]),
+    (
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        [
+            USER,
+            {
+                **said("assistant", ""),
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+        ],
+    ),
     ({"messages": [USER, ANSWER, said("user", "c")]}, [USER, ANSWER]),
     ({"conversations": SHARED}, [USER, ANSWER]),
     ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
@@ -67,6 +81,9 @@ def test_what_a_template_may_need_is_kept() -> None:
         ({"messages": []}, "without an assistant message"),
         ({"messages": [said("user", "a")]}, "without an assistant message"),
         ({"messages": [said("narrator", "a")]}, "unknown role 'narrator'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "with 'chosen': preference data"),
+        ({"messages": "x"}, "with text as 'messages' that is not JSON"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "a part of type 'image_url'"),
         ({"messages": ["a"]}, "a message without 'role'"),
         ({"messages": [{"role": "user"}, said("assistant", "b")]}, "with null as 'content', not text"),
         ({"conversations": [{"from": "human", "value": 3}]}, "with a number as 'value', not text"),
