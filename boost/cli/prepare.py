@@ -33,12 +33,12 @@ again does nothing if the input is unchanged. An interrupted run leaves no store
 one is complete. After a crash, a broken connection or a full disk, run the same command to continue (it saves every 30 s).
 
 The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array), .csv .tsv,
-.parquet, .arrow, and save_to_disk folders; anything else is text, one document per file. .gz .zst .bz2 .xz are
-decompressed, CRLF line breaks become LF, and documents of more than 16M characters are split. In folders, unreadable
-files are skipped and reported; a file that you name must be readable. Pickles and other formats that can contain code
-are rejected.
+.parquet, .arrow, and save_to_disk folders; anything else is text, one document per file. Of a folder with splits (train,
+validation, test), only the train split is read. .gz .zst .bz2 .xz are decompressed, CRLF line breaks become LF, and
+documents of more than 16M characters are split. In folders, unreadable files are skipped and reported; a file that you
+name must be readable. Pickles and other formats that can contain code are rejected.
 
---from-tokens reads token ids from other tools: Megatron .bin/.idx and nanoGPT .bin.
+--from-tokens reads token ids from other tools: Megatron .bin/.idx, nanoGPT .bin and llm.c .bin.
 
 A fraction of the documents is held out, chosen by a hash of their names. If there is only one document, its last part is
 held out. With --heldout-split or --heldout-from, that text is held out and all other documents are for training.

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from boost.data.conversations import read_conversations
-from boost.data.hub import HubSource
+from boost.data.hub import HubSource, quiet_hub
 from boost.data.readers import (
     ARROW_SUFFIXES,
     CSV_SUFFIXES,
@@ -42,9 +42,9 @@ _CONFIGS = re.compile(rb"---\s*\n(?:.*\n)*?configs:")
 """Matches a dataset card whose metadata assign files to splits."""
 DATA_SUFFIXES = (*JSON_SUFFIXES, *CSV_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES, ".txt")
 _MAY_NAME_A_SPLIT = re.compile(
-    r"(?:^|[-._ 0-9/])(?:valid|validation|dev|val|test|testing|eval|evaluation)[-._ 0-9/]|^data/.+-\d{5}-of-\d{5}"
+    r"(?:^|[-._ 0-9/])(?:train(?:ing)?|valid(?:ation)?|dev|val|test(?:ing)?|eval(?:uation)?)[-._ 0-9/]|^data/.+-\d{5}-of-\d{5}"
 )
-"""Matches the path of every file that `datasets` may assign to a split other than train because of its name."""
+"""Matches the path of every file that `datasets` may assign to a split because of its name."""
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "lib-dynload", "_bundled", "__pycache__"}
 STDLIB_SKIPPED |= {"test", "tests", "idlelib", "idle_test"}
 """Folders to skip: third-party packages are not part of the standard library; tests and bundled tools would be half of the text."""
@@ -91,7 +91,8 @@ def opening_dataset(folder: Path) -> Iterator[Any]:
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     try:
-        yield datasets
+        with quiet_hub():
+            yield datasets
     except DataError:
         raise
     except Exception as error:
@@ -171,8 +172,9 @@ class FilesSource:
         return files
 
     def _of_train(self, paths: list[Path]) -> list[Path]:
-        """The files to read: those of the train split, if `datasets` finds several splits in the folder, by the names of files and
-        folders or in the dataset card. Files in formats that it does not read belong to no split."""
+        """The files to read: those of the train split, if `datasets` finds splits in the folder, by the names of files and folders
+        or in the dataset card. If it finds no train split, files in none of its splits; else, all files of its only split. Files
+        in formats that it does not read are not left out."""
         data = {
             path: path.relative_to(self.path).as_posix() for path in paths if path.name.lower().endswith(DATA_SUFFIXES)
         }
@@ -187,15 +189,17 @@ class FilesSource:
             except FileNotFoundError:  # no file in a format that `datasets` reads
                 if has_configs:
                     raise
-                found = {}
+                return paths
         root = os.path.realpath(self.path)
         splits = {str(name): {os.path.relpath(file, root) for file in files} for name, files in found.items()}
-        if len(splits) < 2 and not has_configs:
-            return paths
-        name = "train" if len(splits) > 1 else min(splits)
-        if name not in splits:
+        others = {file: name for name, files in splits.items() for file in files if name != "train"}
+        train = splits.get("train", set() if has_configs else {*data.values()} - {*others})
+        if not train and len(splits) == 1:
+            train, others = {*others}, {}
+        if not train:
             raise DataError(f"{self.path}: no train split among {', '.join(splits)}; pass the files of one of them")
-        train, others = splits.pop(name), {file: name for name, files in splits.items() for file in files}
+        if not others and not has_configs and all(".txt" in file for file in train):
+            return paths  # texts, one of which happens to be named so
         read = []
         for path in paths:
             key = path.relative_to(self.path).as_posix()

@@ -152,7 +152,10 @@ def write_rows(folder, *names):
         (["en/my_train_0.jsonl", "en/my_val_0.jsonl"], ["en/my_train_0.jsonl"]),
         (["training/a.jsonl", "evaluation/a.jsonl"], ["training/a.jsonl"]),
         (["train.txt", "valid.txt", "notes.md", "code.py"], ["code.py", "notes.md", "train.txt"]),
-        (["testament.jsonl", "latest.jsonl", "train.jsonl"], ["latest.jsonl", "testament.jsonl", "train.jsonl"]),
+        (["train.jsonl", "more.jsonl"], ["train.jsonl"]),
+        (["train.txt", "more.txt"], ["more.txt", "train.txt"]),
+        (["testament.jsonl", "latest.jsonl", "trains.jsonl"], ["latest.jsonl", "testament.jsonl", "trains.jsonl"]),
+        (["test.jsonl", "more.jsonl"], ["more.jsonl"]),
         (["test.jsonl", "tests/a.py"], ["test.jsonl", "tests/a.py"]),
         (["test/a.py", "train/b.py", "c.py"], ["c.py", "test/a.py", "train/b.py"]),
     ],
@@ -179,7 +182,7 @@ def test_a_snapshot_of_the_hub_is_what_its_card_says(tmp_path):
     with pytest.raises(DataError, match=r"snapshot: not a dataset that 'datasets' can load: .*c\.parquet"):
         FilesSource(folder)
     (folder / "README.md").write_text("configs:\n")
-    assert len(read(FilesSource(folder))[0]) == 4
+    assert [text for _, text in read(FilesSource(folder))[0]] == ["blobs/2.parquet"]
 
 
 def test_a_folder_of_several_splits_without_train_asks(tmp_path):
