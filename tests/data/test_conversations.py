@@ -150,3 +150,23 @@ def test_files_that_hold_no_conversations(tmp_path: Path, name: str, words: str)
     (tmp_path / name).write_bytes(b"[1, ")
     with pytest.raises(DataError, match=words):
         list(FilesSource(tmp_path / name, chat=True).documents(PrepareReport()))
+
+
+def test_nulls_of_a_merged_schema_are_no_content(tmp_path: Path) -> None:
+    """Arrow gives every record the fields of all records; the conversation is that of the JSON lines."""
+    records = [
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": a}}]},
+            ]
+        }
+        for a in ({"city": "Rome"}, {"x": 1, "y": [{"z": 2}]})
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    lines, rows = (
+        [json.loads(document.text) for document in FilesSource(tmp_path / name, chat=True).documents(PrepareReport())]
+        for name in ("a.jsonl", "a.parquet")
+    )
+    assert lines == rows
