@@ -165,7 +165,7 @@ class FilesSource:
                     self._skip(folder / name, "not the train split; to read it, pass its folder")
                 self._skip(folder / DATASET_DICT, "metadata of a saved dataset")
                 folder, saved = folder / "train", saved["train"]
-            files = [Path(file["filename"]) for file in saved.cache_files]
+            files = [folder / Path(file["filename"]).name for file in saved.cache_files]
         for path in sorted({*folder.rglob("*")} - {*files}):
             is_metadata = path.name in DATASET_METADATA
             self._skip(path, "metadata of a saved dataset" if is_metadata else "not part of the saved dataset")
@@ -183,14 +183,14 @@ class FilesSource:
         has_configs = bool(_CONFIGS.match(front)) or (self.path / ".huggingface.yaml").is_file()
         if not has_configs and not any(map(_MAY_NAME_A_SPLIT.search, data.values())):
             return paths
+        root = os.path.realpath(self.path)
         with opening_dataset(self.path) as datasets, TemporaryDirectory() as cache:
             try:
-                found = datasets.load_dataset_builder(str(self.path), cache_dir=cache).config.data_files or {}
+                found = datasets.load_dataset_builder(root, cache_dir=cache).config.data_files or {}
             except FileNotFoundError:  # no file in a format that `datasets` reads
                 if has_configs:
                     raise
                 return paths
-        root = os.path.realpath(self.path)
         splits = {str(name): {os.path.relpath(file, root) for file in files} for name, files in found.items()}
         others = {file: name for name, files in splits.items() for file in files if name != "train"}
         train = splits.get("train", set() if has_configs else {*data.values()} - {*others})

@@ -541,6 +541,12 @@ def test_a_saved_dataset_is_its_train_split(saved):
     assert [text for _, text in read(FilesSource(saved / "test"))[0]] == ["of the test"]
 
 
+def test_a_relative_path_to_a_saved_dataset(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    for path, rows in (("saved", 30), ("saved/test", 1), (".", 30)):
+        assert len(read(FilesSource(path))[0]) == rows
+
+
 def test_a_saved_dataset_without_a_train_split_asks(tmp_path, saved):
     import datasets
 

@@ -160,9 +160,10 @@ def write_rows(folder, *names):
         (["test/a.py", "train/b.py", "c.py"], ["c.py", "test/a.py", "train/b.py"]),
     ],
 )  # fmt: skip
-def test_a_folder_of_several_splits_is_its_train_split(names, read_names, tmp_path):
+def test_a_folder_of_several_splits_is_its_train_split(names, read_names, tmp_path, monkeypatch):
     write_rows(tmp_path, *names)
-    found, report = read(FilesSource(tmp_path))
+    monkeypatch.chdir(tmp_path.parent)
+    found, report = read(FilesSource(tmp_path.name))
     assert [text for _, text in found] == read_names
     assert sorted(name for name, _ in skips(report)) == sorted({*names} - {*read_names})
 
