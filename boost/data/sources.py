@@ -180,11 +180,19 @@ class FilesSource:
         }
         card = self.path / CARD
         front = card.read_bytes().partition(b"\n---")[0] if card in paths else b""
-        has_configs = bool(_CONFIGS.match(front)) or (self.path / ".huggingface.yaml").is_file()
+        hidden = self.path / ".huggingface.yaml"
+        has_configs = bool(_CONFIGS.match(front)) or hidden.is_file()
         if not has_configs and not any(map(_MAY_NAME_A_SPLIT.search, data.values())):
             return paths
         root = os.path.realpath(self.path)
         with opening_dataset(self.path) as datasets, TemporaryDirectory() as cache:
+            import yaml  # a requirement of `datasets`
+
+            for text in (front.removeprefix(b"---"), hidden.read_bytes() if hidden.is_file() else b""):
+                if has_configs and "://" in str((yaml.safe_load(text) or {}).get("configs")):
+                    raise DataError(
+                        f"{self.path}: the configs of its dataset card name data on the network; download it, or remove them"
+                    )
             try:
                 found = datasets.load_dataset_builder(root, cache_dir=cache).config.data_files or {}
             except FileNotFoundError:  # no file in a format that `datasets` reads

@@ -182,6 +182,9 @@ def test_a_snapshot_of_the_hub_is_what_its_card_says(tmp_path):
     (folder / "README.md").write_text(card.format("c.parquet"))
     with pytest.raises(DataError, match=r"snapshot: not a dataset that 'datasets' can load: .*c\.parquet"):
         FilesSource(folder)
+    (folder / "README.md").write_text(card.format("https://localhost:1/x.parquet"))
+    with pytest.raises(DataError, match="snapshot: the configs of its dataset card name data on the network; download"):
+        FilesSource(folder)
     (folder / "README.md").write_text("configs:\n")
     assert [text for _, text in read(FilesSource(folder))[0]] == ["blobs/2.parquet"]
 
