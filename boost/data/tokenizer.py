@@ -134,7 +134,8 @@ def _with_settings(file: "Tokenizer", owner: Any) -> "Tokenizer":
     theirs |= {key: ours[key] for key in ("truncation", "padding")}
     # A token that settings declare as not special keeps what tokenizer.json says of it, but is saved as the settings say.
     for token in theirs["added_tokens"]:
-        token["special"] = token["special"] or not owner.backend_tokenizer.decode([token["id"]])
+        with_special, without = (owner.backend_tokenizer.decode([token["id"]], skip) for skip in (False, True))
+        token["special"] = token["special"] or bool(with_special and not without)
     return file if theirs == ours else parse_tokenizer(json.dumps(theirs))
 
 
