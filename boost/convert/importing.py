@@ -204,8 +204,9 @@ def _convert(
                     writer.add(f"{PREFIX}{name}", factor)
             else:
                 value = weights.read(parameter).to(target)
-                if not bool((finite := value.isfinite()).all()):
-                    broken[parameter.name] = int(finite.logical_not().sum())
+                # isfinite would hold copies of the tensor. NaN propagates to both ends.
+                if not all(end.isfinite() for end in torch.aminmax(value)):
+                    broken[parameter.name] = value.numel() - int(value.isfinite().count_nonzero())
                 writer.add(f"{PREFIX}{parameter.name}", value)
         if broken:
             problem = (
