@@ -81,7 +81,7 @@ class Signal(boost.Hook):
 
 
 def test_a_signal_ends_a_script_before_its_next_model(store: Path, tmp_path: Path) -> None:
-    """`except Exception` does not swallow it, and the exit code asks for another start, which goes on where the run was saved."""
+    """`except Exception` does not swallow it, and the exit code asks for another start, which resumes from the checkpoint."""
     trained = []
 
     def script() -> None:
