@@ -164,20 +164,21 @@ class PeriodicCheckpoint(Hook):
 
         def record() -> None:
             trainer.run.require_owned(event.path.parent)
-            with best_effort("write last-saved.json", trainer.warn):
-                trainer.run.record_saved(event.path, event.step)
+            trainer.run.record_saved(event.path, event.step)
 
-        run_on_main(trainer.mesh, record, StorageError)
+        # The checkpoint is complete, so a failure here must not look like a failed save. All processes see the same failure.
+        with best_effort("write last-saved.json", trainer.warn, StorageError):
+            run_on_main(trainer.mesh, record, StorageError)
         if self._candidate and self._candidate.step == event.step:
             self._record_best(trainer)
         best = {self._best.step} if self.train.keep_best and self._best else set()
 
         def remove_old() -> None:
+            trainer.run.require_owned()
             proven = trainer.proven_checkpoint()
             protected = best | {step for step in [ckpt.step_of(proven)] if step is not None} if proven else best
             ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected)
 
-        # The checkpoint is complete, so a failure here must not look like a failed save. All processes see the same failure.
         with best_effort("remove old checkpoints", trainer.warn, StorageError):
             run_on_main(trainer.mesh, remove_old, StorageError)
 
