@@ -28,7 +28,7 @@ from boost.convert.importing import (
 )
 from boost.convert.tensors import TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import end_tokens, read_vocabulary
-from boost.data.tokenizer import continuation, parse_tokenizer
+from boost.data.tokenizer import PlainText, continuation, parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.nn import Decoder
@@ -152,7 +152,7 @@ class Model(nn.Module):
         if is_text and self.tokenizer is None:
             raise ConfigError("prompt is text, but this model has no tokenizer; pass token ids")
         eos, bos = self._data.get("eos"), self._data.get("bos")
-        ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids if is_text else list(prompt)
+        ids = PlainText(self.tokenizer, eos).encode(prompt) if isinstance(prompt, str) else list(prompt)
         ids = ([bos] if is_text and bos is not None else []) + ids or ([eos] if eos is not None else [])
         if not ids:
             raise ConfigError("prompt is empty, and this model's start-of-document token is unknown; pass some tokens")

@@ -126,9 +126,10 @@ def ranks_of(module: nn.Module) -> dict[str, int]:
 def merge_lowrank(module: nn.Module) -> nn.Module:
     """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError if
     there is an activation, because no dense linear is equivalent."""
-    for name in ranks_of(module):
-        factors: Any = module.get_submodule(name)
-        merged = factors.merged()
+    found: dict[str, Any] = {name: module.get_submodule(name) for name in ranks_of(module)}
+    # All before the first replacement: an error leaves the module as it was.
+    for name, merged in {name: factors.merged() for name, factors in found.items()}.items():
+        factors = found[name]
         if (conv1d := getattr(factors, "conv1d", None)) is not None:
             linear, merged = merged, conv1d(merged.out_features, merged.in_features).to(merged.weight)
             merged.weight.data.copy_(linear.weight.T)

@@ -282,7 +282,13 @@ class Generation:
         return tokens
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        from boost.data.tokenizer import PlainText
+
+        ids: list[int] = (
+            self._tokenizer.encode(text, add_special_tokens=False).ids
+            if self._args.chat
+            else PlainText(self._tokenizer, self._eos).encode(text)
+        )
         vocabulary = self._config.model.vocab_size
         if ids and max(ids) >= vocabulary:
             raise ConfigError(f"--prompt has token {max(ids)}, but model.vocab_size = {vocabulary}; change the prompt")

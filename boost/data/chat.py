@@ -150,8 +150,11 @@ class ChatTemplate:
         for name in fields:
             if name not in names or name in self._reserved:
                 yield f"with {name!r}, which the chat template does not use"
+        whole = self._probed(messages, variables)
         for name in {name: None for message in messages for name in message}:
-            if name not in names and name != "weight":
+            without = [{key: value for key, value in message.items() if key != name} for message in messages]
+            # transformers may give a field to the template under another name.
+            if name not in names and name != "weight" and self._probed(without, variables) == whole:
                 yield f"with {name!r} in a message, which the chat template does not use"
 
     def encode(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any] | None = None) -> list[Encoded]:
@@ -186,6 +189,9 @@ class ChatTemplate:
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """The messages in the form that the template reads, and notes on what was changed. Raises Rejected."""
         source, adapted, notes = self._source(variables), [dict(message) for message in messages], dict[str, None]()
+        if any(message["content"] is None for message in adapted) and not self._reads_null(source, adapted, variables):
+            notes["with null as content, passed to the chat template as empty text, because it needs that"] = None
+            adapted = [m | {"content": ""} if m["content"] is None else m for m in adapted]
         for message in adapted:
             parts = message["content"]
             if isinstance(parts, list) and not self._reads_parts(source, message["role"], messages, variables):
@@ -194,14 +200,14 @@ class ChatTemplate:
                     f"with content of type {kind!r}, which the chat template does not read": None for kind in kinds
                 }
                 message["content"] = joined(parts)
-            calls = message.get("tool_calls")
             if message["role"] == "assistant" and not message["content"]:
-                if not calls:
+                if not message.get("tool_calls"):
                     raise Rejected("with an empty answer")
                 if "tool_calls" not in source:
                     raise Rejected("with a tool call as the answer, which the chat template does not use")
-            if calls:
-                forms = self._reads_arguments(source, messages, variables)
+        for message in adapted:
+            if calls := message.get("tool_calls"):
+                forms = self._reads_arguments(source, adapted, variables)
                 message["tool_calls"] = [_called(call, partial(_in_form, forms=forms)) for call in calls]
                 if message["tool_calls"] != calls:
                     (form,) = forms
@@ -217,8 +223,8 @@ class ChatTemplate:
         if (source, role) not in self._reads:
             part = {"type": "text", "text": "boost_probe"}
             probe = [
-                {**m, "content": ([part] if m["role"] == role else joined(m["content"]))}
-                if isinstance(m["content"], list)
+                {**m, "content": ([part] if m["role"] == role else joined(m["content"]) or "")}
+                if isinstance(m["content"], list | None)
                 else m
                 for m in messages
             ]
@@ -226,6 +232,19 @@ class ChatTemplate:
             is_read = "boost_probe" in text and not any(form in text for form in (str(part), json.dumps(part)))
             self._reads[source, role] = is_read
         return bool(self._reads[source, role])
+
+    def _reads_null(self, source: str, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> bool:
+        """Whether the template reads null as no content, rather than as the word None."""
+        if (source, "null") not in self._reads:
+            empty, null = (
+                self._probed(
+                    [m | {"content": text if m["content"] is None else joined(m["content"])} for m in messages],
+                    variables,
+                )
+                for text in ("", None)
+            )
+            self._reads[source, "null"] = bool(null) and null.count("None") <= empty.count("None")
+        return bool(self._reads[source, "null"])
 
     def _reads_arguments(
         self, source: str, messages: Sequence[dict[str, Any]], variables: dict[str, Any]

@@ -179,8 +179,8 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
         raise Malformed(f"with {_kind(calls)} as 'tool_calls', not a list of objects")
     text = message.get(content)
     if text is None and calls:
-        text = ""
-    if isinstance(text, list):  # the template may read the parts
+        pass  # the template decides what a message without content says
+    elif isinstance(text, list):  # the template may read the parts
         for part in text:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = repr(part.get("type"))[:40] if isinstance(part, dict) else _kind(part)

@@ -106,7 +106,7 @@ class Encoder:
                 entry.documents -= self._starts
                 entry.bytes -= n_bytes
             else:
-                ids = self._plain.ids(encoding.ids)
+                ids = self._plain.ids(encoding.ids, piece)
                 self._writer.append(split, ids, n_bytes, end)
                 entry.tokens += len(ids) + end
             self._starts = end

@@ -318,6 +318,10 @@ def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: 
     counts = encoder.counts
     if counts["unknown"]:
         notes.append(f"count of the unknown token: {counts['unknown']}; the tokenizer cannot represent all of the text")
+    if counts["dropped"]:
+        notes.append(
+            f"characters that the tokenizer has no token for, dropped: {counts['dropped']}; choose another tokenizer"
+        )
     if counts["spelled"]:
         notes.append(f"text that spells a special token, encoded as ordinary tokens: {counts['spelled']}")
     if counts["forged"]:

@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,16 +193,25 @@ class PlainText:
         self._tokenizer, self._model = tokenizer, tokenizer.model
         self._prefix = getattr(tokenizer.model, "continuing_subword_prefix", None) or ""
         added = tokenizer.get_added_tokens_decoder()
+        self._added = {number: token.content for number, token in added.items()}
         self.unknown = unknown_id(tokenizer)
         """Id of the token for text that the tokenizer cannot represent."""
         self._special = {eos, *(number for number, token in added.items() if token.special)}
         self._special.discard(self.unknown)
         self._split: dict[int, list[int]] = {}
-        self.counts = {"unknown": 0, "spelled": 0, "forged": 0}
-        """Unknown tokens; special tokens that text spelled: split into ordinary tokens, and those that cannot be."""
+        self._alphabet = _alphabet_of_dropping(tokenizer)
+        self.counts = {"unknown": 0, "dropped": 0, "spelled": 0, "forged": 0}
+        """Unknown tokens; characters without a token; special tokens that text spelled: split into ordinary tokens, and those that
+        cannot be."""
 
-    def ids(self, ids: list[int]) -> list[int]:
-        """The tokens of a text, in which ordinary tokens replace each special token that the text spells."""
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return self.ids(self._tokenizer.encode(text, add_special_tokens=False).ids, text)
+
+    def ids(self, ids: list[int], text: str) -> list[int]:
+        """The tokens `ids` of a text, in which ordinary tokens replace each special token that the text spells."""
+        if self._alphabet is not None:
+            self.counts["dropped"] += self._count_dropped(ids, text, self._alphabet)
         if not self._special.isdisjoint(ids):
             plain: list[int] = []
             for token in ids:
@@ -216,6 +226,17 @@ class PlainText:
         if self.unknown is not None:
             self.counts["unknown"] += ids.count(self.unknown)
         return ids
+
+    def _count_dropped(self, ids: list[int], text: str, alphabet: set[str]) -> int:
+        """How many characters of the normalized text have no token; white space that separates words does not count."""
+        count, normalizer, splitter = 0, self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        # Not by offsets, which are wrong after a dropped character (tokenizers 0.23).
+        for name in [*(self._added[token] for token in ids if token in self._added), None]:
+            part, _, text = (text, "", "") if name is None else text.partition(name) if name in text else ("", "", text)
+            normal = normalizer.normalize_str(part) if normalizer else part
+            words = splitter.pre_tokenize_str(normal) if splitter else [(normal, (0, 0))]
+            count += sum(character not in alphabet for word, _ in words for character in word)
+        return count
 
     def _pieces(self, token: int) -> list[int]:
         """Ordinary tokens with the same text; the unknown token if there are none; nothing if there is no unknown token either."""
@@ -239,6 +260,20 @@ def unknown_id(tokenizer: "Tokenizer") -> int | None:
         return unknown
     name = getattr(tokenizer.model, "unk_token", None)
     return tokenizer.token_to_id(name) if name else None
+
+
+def _alphabet_of_dropping(tokenizer: "Tokenizer") -> set[str] | None:
+    """The vocabulary of a tokenizer that drops other characters without a trace: BPE without unknown token and byte fallback. None
+    if it drops none."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model = tokenizer.model
+    if type(model).__name__ != "BPE" or model.unk_token is not None or model.byte_fallback:
+        return None
+    vocabulary = {*tokenizer.get_vocab(with_added_tokens=False)}
+    steps = [step.__getstate__() for step in (tokenizer.normalizer, tokenizer.pre_tokenizer) if step]
+    is_of_bytes = any(b'"ByteLevel"' in step for step in steps) and vocabulary.issuperset(ByteLevel.alphabet())
+    return None if is_of_bytes else vocabulary
 
 
 class TextStream:
@@ -300,11 +335,19 @@ def find_eos(tokenizer: "Tokenizer", eos: str | None = None, spec: str | Path | 
 
 
 def _configured_eos(spec: str | Path | None) -> str:
-    """The eos_token in the `tokenizer_config.json` next to the tokenizer, locally or on the Hub; "" if there is none."""
+    """The eos_token that transformers finds for a tokenizer with settings, locally or on the Hub; "" if there is none. Without
+    transformers: the one in tokenizer_config.json."""
     path = Path(spec or os.devnull)
-    file = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
+    folder = path if path.is_dir() else path.parent
+    is_local = path.exists()
     try:
-        if not path.exists():
+        if is_local and not any((folder / name).is_file() for name in SETTINGS):
+            return ""
+        if not is_local or (folder / FILE).is_file():
+            with suppress(ImportError):
+                return str(by_transformers(folder if is_local else str(spec)).eos_token or "")
+        file = folder / SETTINGS[0]
+        if not is_local:
             from huggingface_hub import hf_hub_download
 
             from boost.data.hub import quiet_hub

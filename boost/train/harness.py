@@ -17,6 +17,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from boost.data.tokenizer import PlainText
 from boost.errors import ConfigError, DataError
 from boost.models.decoder import Decoder
 from boost.train.generate import generate
@@ -48,7 +49,7 @@ class HarnessModel(TemplateLM):
         `shows`: whether to show progress. `bos` (or else `eos`) starts a text without context. `ends`: tokens that end a text."""
         super().__init__()
         self._decoder, self._tokenizer, self._bos, self._eos = decoder, tokenizer, bos, eos
-        self._ends = ends
+        self._ends, self._plain = ends, PlainText(tokenizer, eos)
         self._max_length, self._batch, self._shows = max_length, batch, shows
 
     @property
@@ -68,7 +69,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
         """Tokens of `string`, with a leading bos if the model has one."""
         start = [] if self._bos is None or add_special_tokens is False else [self._bos]
-        return start + list(self._tokenizer.encode(string, add_special_tokens=False).ids)
+        return start + self._plain.encode(string)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of `max_length`. Each token is scored once."""

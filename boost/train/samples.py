@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from boost.data.store import TokenStore
-from boost.data.tokenizer import continuation
+from boost.data.tokenizer import PlainText, continuation
 from boost.train.generate import generate
 from boost.train.heartbeat import Phase, in_phase
 from boost.train.hooks import EvaluationEnd, Hook, SampleEnd, Training
@@ -48,7 +48,7 @@ class Prompt(NamedTuple):
 
 def encode(store: TokenStore, text: str) -> Prompt:
     """Encodes a prompt with the tokenizer of a store."""
-    return Prompt(text, store.tokenizer().encode(text, add_special_tokens=False).ids or [store.eos or 0])
+    return Prompt(text, PlainText(store.tokenizer(), store.eos).encode(text) or [store.eos or 0])
 
 
 def heldout_prompt(store: TokenStore) -> Prompt:

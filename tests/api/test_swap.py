@@ -266,9 +266,12 @@ def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any]) -> None:
     boost.lowrank(adapted, 0.25, include="*.mlp.*")  # linears without one
     assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == trainable
     factorized = boost.lowrank(transformers.LlamaForCausalLM(model.config), 0.25)
-    adapted = peft.get_peft_model(factorized, peft.LoraConfig(r=2, target_modules=["A"]))
+    ranks = ranks_of(factorized)
+    *_, last = ranks
+    adapted = peft.get_peft_model(factorized, peft.LoraConfig(r=2, target_modules=[f"{last}.A"]))
     with pytest.raises(ConfigError, match="factor A is a Linear, not a plain linear; merge the adapter first"):
         boost.merge_lowrank(adapted)
+    assert ranks_of(adapted.get_base_model()) == ranks, "none is merged"
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ The oracle is our own decoder: logits, greedy text, and the weights that come ba
 """
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from boost.train.checkpoint import open_checkpoint
 from boost.train.generate import generate
 from boost.train.sampling import Sampling
 from tests import toy
+from tests.border.draws import nightly_seeds, run
 from tests.convert.toys import GB, all_logits, bring, loaded, save
 
 pytestmark = pytest.mark.slow
@@ -92,22 +92,10 @@ def compare(seed: int, home: Path, tokenizer: Path) -> str:
     return "equal"
 
 
-def run(seeds: range, home: Path, tokenizer: Path) -> None:
-    outcomes = []
-    for seed in seeds:
-        try:
-            outcomes.append(compare(seed, home / str(seed), tokenizer))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-    assert outcomes.count("equal") > len(outcomes) / 2, outcomes
-
-
 def test_a_few_exports(tmp_path: Path, store: Path) -> None:
-    run(range(16), tmp_path, store / "tokenizer.json")
+    run(lambda seed: compare(seed, tmp_path / str(seed), store / "tokenizer.json"), range(16), 1 / 2)
 
 
 @pytest.mark.nightly
 def test_many_exports(tmp_path: Path, store: Path) -> None:
-    start = int(time.time()) * 1000
-    print(f"seeds from {start}")
-    run(range(start, start + 2000), tmp_path, store / "tokenizer.json")
+    run(lambda seed: compare(seed, tmp_path / str(seed), store / "tokenizer.json"), nightly_seeds(2000), 1 / 2)

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 import boost
 from boost.api.swap import ranks_of
 from boost.errors import ConfigError
+from tests.border.draws import nightly_seeds, run
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +69,8 @@ def compare(seed: int, home: Path) -> str:
             copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=[leaf], init_lora_weights=False)
         ).eval()
         before = outputs(adapted)
+        if not torch.allclose(outputs(copy.deepcopy(adapted).merge_and_unload()), before, rtol=1e-7, atol=1e-9):
+            return "not merged by peft"  # an adapter of a tied output embedding also changes the embedding
         wanted = {n: p.requires_grad for n, p in adapted.named_parameters()}
     target = copy.deepcopy(model) if adapted is None else adapted
     try:
@@ -110,23 +112,10 @@ def compare(seed: int, home: Path) -> str:
     return "equal"
 
 
-def run(seeds: range, home: Path) -> None:
-    outcomes = []
-    for seed in seeds:
-        try:
-            outcomes.append(compare(seed, home / str(seed)))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-    assert outcomes.count("equal") > len(outcomes) / 4, outcomes
-    assert not [line for line in outcomes if "\n" in line]
-
-
 def test_a_few_models(tmp_path: Path) -> None:
-    run(range(24), tmp_path)
+    run(lambda seed: compare(seed, tmp_path / str(seed)), range(24), 1 / 4)
 
 
 @pytest.mark.nightly
 def test_many_models(tmp_path: Path) -> None:
-    start = int(time.time()) * 1000
-    print(f"seeds from {start}")
-    run(range(start, start + 2000), tmp_path)
+    run(lambda seed: compare(seed, tmp_path / str(seed)), nightly_seeds(2000), 1 / 4)

@@ -4,7 +4,6 @@ Differences that are intended: text never becomes a special token (transformers:
 """
 
 import json
-import os
 import random
 import re
 from collections import Counter
@@ -15,8 +14,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from boost.convert.vocabulary import read_vocabulary, tokenizer_files
-from boost.data.tokenizer import PlainText, load_tokenizer, parse_tokenizer
+from boost.data.tokenizer import PlainText, find_eos, load_tokenizer, parse_tokenizer
 from boost.errors import DataError
+from tests.border.draws import nightly_seeds
 
 TEXT = "The cat sat on the mat in New York; le café était là, <b>bold</b> 12 345 hello world don't stop\n\tnow"
 SPELLED = ["</s>", "<s>", "[SEP]", "<x>", "New York", "é", "  ", "<|end|>", "cat"]
@@ -35,7 +35,10 @@ def draw_tokenizer(rng: random.Random, kind: str) -> Tokenizer:
     special = ["<unk>", "<s>", "</s>", "[SEP]"]
     model, trainer = {
         "bytes": (models.BPE(), trainers.BpeTrainer),
-        "metaspace": (models.BPE(unk_token="<unk>", byte_fallback=rng.random() < 0.5), trainers.BpeTrainer),
+        "metaspace": (
+            models.BPE(unk_token=rng.choice(("<unk>", None)), byte_fallback=rng.random() < 0.5),
+            trainers.BpeTrainer,
+        ),
         "unigram": (models.Unigram(), trainers.UnigramTrainer),
         "wordpiece": (models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer),
         "wordlevel": (models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer),
@@ -140,6 +143,7 @@ def check(folder: Path, seed: int) -> str:
     stored = parse_tokenizer(ours.to_str())
     plain = PlainText(ours)
     added = ours.get_added_tokens_decoder()
+    assert theirs.eos_token not in ours.get_vocab() or find_eos(ours, spec=folder)[0] == theirs.eos_token, (seed, kind)
     special = {number for number, token in added.items() if token.special} - {plain.unknown}
     for text in texts:
         try:
@@ -156,7 +160,9 @@ def check(folder: Path, seed: int) -> str:
         for tokenizer in (ours, stored):
             assert tokenizer.encode(text, add_special_tokens=False).ids == expected, (seed, kind, text)
         forged = plain.counts["forged"]
-        ids = plain.ids(expected)
+        dropped = plain.counts["dropped"]
+        ids = plain.ids(expected, text)
+        assert plain.counts["dropped"] == dropped or kind == "metaspace", (seed, kind, text)
         assert plain.counts["forged"] > forged or special.isdisjoint(ids), (seed, kind, text)
         assert not special.isdisjoint(expected) or ids == expected, (seed, kind, text)
     try:
@@ -192,6 +198,4 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_tokens_are_those_of_transformers_in_many_draws(tmp_path: Path) -> None:
-    first = int(os.environ.get("BORDER_SEED", random.SystemRandom().randrange(1 << 30)))
-    print(f"BORDER_SEED={first}")
-    check_all(tmp_path, range(first, first + 2000))
+    check_all(tmp_path, nightly_seeds(2000))

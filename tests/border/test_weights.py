@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from boost.convert.vocabulary import end_tokens
 from boost.errors import BoostError
 from boost.train.generate import generate
 from boost.train.sampling import Sampling
+from tests.border.draws import nightly_seeds, run
 from tests.convert.toys import all_logits, bring, give, loaded
 
 pytestmark = pytest.mark.slow
@@ -122,23 +122,10 @@ def compare(seed: int, home: Path) -> str:
     return "equal"
 
 
-def run(seeds: range, home: Path) -> None:
-    outcomes = []
-    for seed in seeds:
-        try:
-            outcomes.append(compare(seed, home / str(seed)))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-    assert not [line for line in outcomes if "\n" in line]
-    assert outcomes.count("equal") > len(outcomes) / 3, outcomes
-
-
 def test_a_few_folders(tmp_path: Path) -> None:
-    run(range(24), tmp_path)
+    run(lambda seed: compare(seed, tmp_path / str(seed)), range(24), 1 / 3)
 
 
 @pytest.mark.nightly
 def test_many_folders(tmp_path: Path) -> None:
-    start = int(time.time()) * 1000
-    print(f"seeds from {start}")
-    run(range(start, start + 2000), tmp_path)
+    run(lambda seed: compare(seed, tmp_path / str(seed)), nightly_seeds(2000), 1 / 3)

@@ -159,6 +159,43 @@ def test_tool_call_arguments_are_json_once(tmp_path: Path, source: str, noted: s
     assert bool(notes) == (noted not in (None, given)) and all(f"as {noted}" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("printed", "text", "noted"),
+    [
+        (
+            "{{ m.content }}",
+            "",
+            None,
+        ),  # the word None before transformers 5.2x, which leaves out fields without a value
+        ("{{ m.content + '.' }}", ".", True),  # an error
+        ("{{ m.content or '' }}", "", False),
+    ],
+)
+def test_null_content_beside_a_tool_call_is_what_the_template_makes_of_it(
+    tmp_path: Path, printed: str, text: str, noted: bool | None
+) -> None:
+    source = CALL.replace("{{ m.content }}", printed).replace("ARGUMENTS", BOTH)
+    template = ChatTemplate(chat_tokenizer(tmp_path, source))
+    messages = [calls({})[0], calls({})[1] | {"content": None}]
+    (document,) = template.encode(messages)
+    assert counted(template, document)[0].startswith(f"{text}<tool_call>")
+    notes = [note.partition(",")[0] for note in template.unused(messages, {})]
+    assert notes == ["with null as content"] * (len(notes) if noted is None else noted)
+
+
+@pytest.mark.slow
+def test_a_field_that_transformers_renames_for_the_template_is_not_called_unused(tmp_path: Path) -> None:
+    source = CHATML.replace(
+        "{{ m['content'] + '<|im_end|>' }}{% else", "{{ m.reasoning_content }}{{ m['content'] }}{% else"
+    )
+    template = ChatTemplate(chat_tokenizer(tmp_path, source))
+    messages = [conversation(1)[0], {"role": "assistant", "content": "b", "reasoning": "because", "mood": "fine"}]
+    is_renamed = "because" in template.encode(messages)[0].text  # since transformers 5.2x
+    notes = [note for note in template.unused(messages, {}) if "'reasoning'" in note]
+    assert len(notes) == (not is_renamed)
+    assert len([*template.unused(messages, {})]) == len(notes) + 1
+
+
 def test_tool_calls_that_cannot_be_learned(tmp_path: Path) -> None:
     template = ChatTemplate(chat_tokenizer(tmp_path / "a", CALL.replace("ARGUMENTS", BOTH)))
     with pytest.raises(Rejected, match="arguments that are not JSON"):

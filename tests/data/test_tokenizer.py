@@ -83,27 +83,51 @@ def test_a_vocabulary_that_spells_the_end_token_cannot_forge_it_either(name, spe
     ids = tokenizer.encode("a </s> b", add_special_tokens=False).ids
     assert ids == [2, 1, 3]
     plain = tk.PlainText(tokenizer, eos=1)
-    assert "".join(map(tokenizer.id_to_token, plain.ids(ids))) == "a</s>b" and 1 not in plain.ids(ids)
-    assert plain.counts == {"unknown": 0, "spelled": 2, "forged": 0}
+    assert "".join(map(tokenizer.id_to_token, plain.encode("a </s> b"))) == "a</s>b"
+    assert plain.counts == {"unknown": 0, "dropped": 0, "spelled": 1, "forged": 0}
 
 
 def test_an_end_token_that_text_cannot_avoid_is_counted():
     tokenizer = Tokenizer(models.WordLevel({".": 0, "a": 1}))
     plain = tk.PlainText(tokenizer, eos=0)
-    assert plain.ids([1, 0]) == [1, 0]
+    assert plain.ids([1, 0], "a.") == [1, 0]
     assert plain.counts["forged"] == 1
     tokenizer = Tokenizer(models.WordLevel({".": 0, "a": 1, "?": 2}, unk_token="?"))
     plain = tk.PlainText(tokenizer, eos=0)
-    assert plain.ids([1, 0]) == [1, 2], "the unknown token, which is counted"
-    assert plain.counts == {"unknown": 1, "spelled": 1, "forged": 0}
+    assert plain.ids([1, 0], "a.") == [1, 2], "the unknown token, which is counted"
+    assert plain.counts == {"unknown": 1, "dropped": 0, "spelled": 1, "forged": 0}
 
 
 def test_unknown_tokens_of_every_model_are_counted():
     for model in SPELLING_MODELS.values():
         tokenizer = Tokenizer(model)
         plain = tk.PlainText(tokenizer)
-        plain.ids(tokenizer.encode("é").ids)
+        plain.encode("é")
         assert plain.counts["unknown"] == 1, type(model)
+
+
+@pytest.mark.parametrize(
+    ("splitter", "text", "dropped"),
+    [
+        (None, "ab ca", 2),  # the space too
+        (pre_tokenizers.Whitespace(), "ab  ca <x>ä", 2),
+        (pre_tokenizers.Metaspace(), "bb ab cac", 2),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), "ab é", 2),  # "Ã", "©"; the space is "Ġ"
+    ],
+)
+def test_characters_that_a_tokenizer_drops_are_counted(splitter, text, dropped):
+    """BPE without an unknown token leaves out what its vocabulary lacks."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "▁": 3, "Ġ": 4}, [("a", "b")]))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_tokens(["<x>"])
+    if splitter is not None:
+        tokenizer.pre_tokenizer = splitter
+    plain = tk.PlainText(tokenizer)
+    assert plain.encode(text) == tokenizer.encode(text).ids
+    assert plain.counts["dropped"] == dropped
+    fallback = Tokenizer(models.BPE({"a": 0, "<0x62>": 1}, [], byte_fallback=True))
+    whole = tk.PlainText(fallback)
+    assert whole.encode("ab") == [0, 1] and whole.counts["dropped"] == 0
 
 
 def test_dropout_is_off(tmp_path):
@@ -210,6 +234,17 @@ def test_eos_by_name_by_config_by_guess_or_an_error(tmp_path):
         tk.find_eos(word_level("?", "a"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_the_end_token_is_the_one_that_transformers_finds(file, tmp_path):
+    tokenizer = word_level("?", "</s>", "<|endoftext|>")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_text(json.dumps({"eos_token": "</s>"}))
+    assert (
+        tk.find_eos(tokenizer, spec=tmp_path) == tk.find_eos(tokenizer, spec=tmp_path / "tokenizer.json") == ("</s>", 1)
+    )
+
+
 def test_vocabulary_with_holes():
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a"))
     assert tk.vocabulary_size(tokenizer) == 10
@@ -256,6 +291,7 @@ def test_a_name_on_the_hub_has_the_end_token_of_its_folder(content, trained, tmp
         return str(file)  # not there without a content; the Hub's own errors are OSErrors and ValueErrors too
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     by_name, by_folder = (tk.find_eos(tokenizer, spec=spec) for spec in ("me/model", tmp_path))
     assert by_name == by_folder == (("<|im_end|>", 380) if content else ("<|endoftext|>", 0))
 

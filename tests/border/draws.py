@@ -1,0 +1,24 @@
+"""Runs a comparison on many random inputs, each drawn from its seed."""
+
+import os
+import random
+from collections.abc import Callable
+
+
+def nightly_seeds(count: int) -> range:
+    """Other seeds each night, or from BORDER_SEED on."""
+    first = int(os.environ.get("BORDER_SEED", random.SystemRandom().randrange(1 << 30)))
+    print(f"BORDER_SEED={first}")
+    return range(first, first + count)
+
+
+def run(compare: Callable[[int], str], seeds: range, at_least: float) -> None:
+    """`compare` returns "equal", or one line with why the input was refused; `at_least`: the share that must be equal."""
+    outcomes = []
+    for seed in seeds:
+        try:
+            outcomes.append(compare(seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert not [line for line in outcomes if "\n" in line]
+    assert outcomes.count("equal") > at_least * len(outcomes), outcomes
