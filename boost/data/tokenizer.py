@@ -111,8 +111,10 @@ def by_transformers(spec: str | Path) -> Any:
     """The transformers tokenizer of a folder or of the Hub. Never runs its code. Raises `DataError`, or `ImportError` without
     transformers."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
-    is_local = Path(spec).is_dir()
+    is_local, level = Path(spec).is_dir(), logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns about the model type of each of our exports
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(spec), local_files_only=is_local, trust_remote_code=False)
         if not hasattr(tokenizer, "backend_tokenizer"):
@@ -122,6 +124,8 @@ def by_transformers(spec: str | Path) -> Any:
             raise
         fix = "correct its settings, or pass its tokenizer.json copied to another folder"
         raise DataError(f"transformers cannot read the tokenizer in '{spec}': {_first_line(error)}; {fix}") from error
+    finally:
+        logging.set_verbosity(level)
     return tokenizer
 
 
