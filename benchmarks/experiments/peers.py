@@ -4,7 +4,8 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,23 @@ from boost.errors import StorageError
 from boost.models.init import initial_value
 from boost.parallel.mesh import Mesh
 
-HF = "transformers LLaMA"
+HF, HF_COMPILED = "transformers LLaMA", "transformers LLaMA, compiled"
 
 
-def peers(config: Config, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
-    """Returns ({HF: training step of the dense model of the same shape}, {}), or ({}, {HF: why it cannot run}).
+def peers(config: Config, mesh: Mesh, names: Sequence[str] = (HF,)) -> tuple[dict[str, Call], dict[str, str]]:
+    """Returns ({name: training step of the dense model of the same shape}, {name: why it cannot run}) for each of `names`.
 
     A step trains on train.global_batch sequences in micro-batches and returns the mean loss before it and the gradient norm.
     Every process of the mesh must call this function and every step. Runs one step to check that it works.
     """
-    step, reason = _attempt(lambda: hugging_face(of_family(config, "dense"), mesh), mesh)
-    return ({HF: step}, {}) if step is not None else ({}, {HF: reason})
+    calls, reasons = dict[str, Call](), dict[str, str]()
+    for name in names:
+        step, reason = attempt(partial(hugging_face, of_family(config, "dense"), mesh, name == HF_COMPILED), mesh)
+        if step is None:
+            reasons[name] = reason
+        else:
+            calls[name] = step
+    return calls, reasons
 
 
 def of_family(config: Config, family: Family) -> Config:
@@ -47,7 +54,7 @@ def of_family(config: Config, family: Family) -> Config:
     return from_tree(tree)
 
 
-def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | None, str]:
+def attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | None, str]:
     """Returns (step, '') or (None, reason); the reason is the first line of the error on the first process that raised."""
     step, reason = None, ""
     if mesh.size > mesh.tp.size:
@@ -66,7 +73,7 @@ def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | No
     return (None, reason) if reason else (step, "")
 
 
-def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
+def hugging_face(config: Config, mesh: Mesh, compiled: bool = False) -> PlainStep:
     """transformers' LlamaForCausalLM with its own TP plan, forward pass and loss, and SDPA attention, for a dense configuration.
 
     Loads the model from a temporary folder that process 0 writes. Does not catch errors from transformers.
@@ -83,6 +90,8 @@ def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
         if mesh.is_main:
             shutil.rmtree(folder, ignore_errors=True)
     module.to(mesh.device).train()
+    if compiled:
+        module.compile()
     compute = getattr(torch, config.train.compute_dtype)
     narrow = config.train.compute_dtype != config.train.param_dtype
 

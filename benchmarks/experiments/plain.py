@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from boost.config import Config, architecture
 from boost.config.architecture import Parameter, Slot
@@ -22,6 +23,12 @@ from boost.optim.adamw import fused_adamw
 
 Passes = Callable[[Tensor, Tensor], Tensor]
 """Forward and backward pass: (tokens [B, S], targets [B, S]) -> mean loss. Accumulates the gradients of that loss."""
+
+
+EAGER, COMPILED, BLOCKS = FORMS = ("plain", "plain, compiled", "plain, compiled blocks")
+"""PyTorch modules as they are, under one torch.compile with the loss, or with each block compiled."""
+CHUNK_TOKENS = 4096
+"""Tokens whose logits are in memory at a time, where torch has no fused loss."""
 
 
 class PlainLinear(nn.Linear):
@@ -139,12 +146,16 @@ class PlainDecoder(nn.Module):
         self.register_buffer("sin_SE", angles_SE.sin().to(dtype), persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.head(self.hidden(tokens_BS))
+
+    def hidden(self, tokens_BS: Tensor) -> Tensor:
+        """The input of the head, [B, S, D]."""
         x_BSD = self.embed(tokens_BS).to(self.dtype)
         length = tokens_BS.shape[1]
         cos_SE, sin_SE = self.cos_SE[:length], self.sin_SE[:length]
         for block in self.blocks:
             x_BSD = block(x_BSD, cos_SE, sin_SE)
-        return self.head(self.final_norm(x_BSD))
+        return self.final_norm(x_BSD)
 
     def stored(self) -> Iterator[tuple[Tensor, tuple[Parameter, ...]]]:
         """Yields each weight and the model parameters stacked in it along dim 0."""
@@ -223,16 +234,43 @@ class PlainStep:
         return [torch.stack(losses).mean(), norm]
 
 
-def plain_step(config: Config, device: torch.device) -> PlainStep:
-    """The training step of a plain decoder on one process."""
+def plain_step(config: Config, device: torch.device, form: str = EAGER) -> PlainStep:
+    """The training step of a plain decoder on one process, in one of `FORMS`. The compiled forms fuse the loss with the head."""
     module = build_plain(config, device)
 
+    def loss_of(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        if form == EAGER:
+            return mean_loss(module(tokens_BS), targets_BS)
+        return fused_loss(module.hidden(tokens_BS), module.head.weight, targets_BS)
+
+    if form == BLOCKS:
+        for block in module.blocks:
+            block.compile()
+    compiled: Passes = torch.compile(loss_of) if form == COMPILED else loss_of
+
     def passes(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        loss = mean_loss(module(tokens_BS), targets_BS)
+        loss = compiled(tokens_BS, targets_BS)
         loss.backward()
         return loss.detach()
 
     return PlainStep(module, passes, config, device)
+
+
+def fused_loss(x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, without all logits in memory: torch's own function, or chunks that are recomputed in the backward
+    pass on torch before 2.13. torch's returns the loss in the dtype of x; its gradients are as good."""
+    x_TD, targets_T, weight_VD = x_BSD.flatten(0, 1), targets_BS.flatten(), weight_VD.to(x_BSD.dtype)
+    if hasattr(F, "linear_cross_entropy"):
+        options = torch.nn.LinearCrossEntropyOptions()
+        loss: Tensor = F.linear_cross_entropy(x_TD, weight_VD, targets_T, options=options)
+        return loss
+
+    def part(x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight_VD).float(), targets, reduction="sum")
+
+    chunks = zip(x_TD.split(CHUNK_TOKENS), targets_T.split(CHUNK_TOKENS), strict=True)
+    parts = [checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(parts).sum() / targets_T.numel()
 
 
 def mean_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

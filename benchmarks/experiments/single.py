@@ -1,20 +1,22 @@
 """One process: do low-rank FLOP savings become time savings, and what does the layout machinery cost?
 
 Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, which sets the machine's
-ceiling; then, for each family except lax, BOOST and the same model in plain PyTorch modules. Comparisons are separate because not
-all models fit on one GPU at once. CONFIG 'usual' means d 512 and d 1024 in fp32 on CPUs, or boost-1b in bf16 on a GPU.
+ceiling; then, for each family except lax, BOOST and the same model in plain PyTorch modules, eager and compiled. Comparisons are
+separate because not all models fit on one GPU at once. CONFIG 'usual' means d 512 and d 1024 in fp32 on CPUs, or boost-1b in bf16
+on a GPU.
 """
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
 from benchmarks.commands import LEAST_ROUNDS, add_config, add_rounds, require_least
 from benchmarks.experiments.contest import Call, take_turns
-from benchmarks.experiments.peers import of_family, peers
-from benchmarks.experiments.plain import plain_step
+from benchmarks.experiments.peers import HF, HF_COMPILED, attempt, of_family, peers
+from benchmarks.experiments.plain import FORMS, plain_step
 from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.sections import save
 from benchmarks.experiments.single_report import GEMM
@@ -63,7 +65,7 @@ def _measure(name: str, config: Config, rounds: int) -> Facts:
     by_family = {family: of_family(config, family) for family in FAMILIES}
     train, width = config.train, GEMM_WIDTH[mesh.device.type]
     calls: dict[str, Call] = {family: Stepper(each, mesh).step for family, each in by_family.items()}
-    theirs, reasons = peers(by_family["dense"], mesh)
+    theirs, reasons = peers(by_family["dense"], mesh, (HF, HF_COMPILED))
     calls |= theirs
     dtype = getattr(torch, train.compute_dtype)
     a, b = (torch.randn(width, width, dtype=dtype, device=mesh.device) for _ in range(2))
@@ -72,12 +74,16 @@ def _measure(name: str, config: Config, rounds: int) -> Facts:
     calls.clear()
     theirs.clear()
     for family in PLAIN:
-        pair: dict[str, Call] = {
-            "ours": Stepper(by_family[family], mesh).step,
-            "plain": plain_step(by_family[family], mesh.device),
-        }
+        pair: dict[str, Call] = {"ours": Stepper(by_family[family], mesh).step}
+        for form in FORMS:
+            step, reason = attempt(partial(plain_step, by_family[family], mesh.device, form), mesh)
+            if step is None:
+                reasons[f"{family}, {form}"] = reason
+            else:
+                pair[form] = step
         contests[family] = asdict(take_turns(pair, mesh, rounds, words=f"{name}, {family}"))
         pair.clear()
+        torch._dynamo.reset()
     return {
         "size": name,
         "device": mesh.device.type,

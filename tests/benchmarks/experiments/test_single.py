@@ -17,7 +17,7 @@ def size(device: str, dtype: str, low_rank: float, plain: float, product: float)
         return [seconds * slow for slow in rounds]
 
     families = {name: times(1.0 if name == "dense" else low_rank) for name in FLOPS} | {GEMM: times(product)}
-    pair = {"seconds": {"ours": times(1.0), "plain": times(plain)}}
+    pair = {"seconds": {"ours": times(1.0), "plain": times(plain), "plain, compiled": times(1.2 * plain)}}
     config = toy.toy_config()
     return {
         "size": "toy", "device": device, "train": config.train.model_dump(), "tokens": 1000, "flops_per_token": FLOPS,
@@ -39,12 +39,12 @@ def test_ratios() -> None:
 @pytest.mark.parametrize(
     ("numbers", "met"),
     [
-        (("cuda", "bfloat16", 0.55, 1.0, 2.0), (True, True, True)),
-        (("cuda", "bfloat16", 0.55, 0.97, 1.0), (True, False, False)),
-        (("cpu", "float32", 0.6, 1.0, 1.0), (False, True, None)),
+        (("cuda", "bfloat16", 0.55, 1.0, 2.0), (True, True, True, True)),
+        (("cuda", "bfloat16", 0.55, 0.9, 1.0), (True, False, False, False)),
+        (("cpu", "float32", 0.6, 1.0, 1.0), (False, True, None, None)),
     ],
 )
 def test_goals(numbers: tuple[str, str, float, float, float], met: tuple[bool | None, ...]) -> None:
     found = goals({"sizes": [size(*numbers)]})
     assert tuple(goal.met for goal in found) == met
-    assert found[2].found or "needs a GPU" in found[2].remark
+    assert all(goal.found or "needs a GPU" in goal.remark for goal in found[2:])
