@@ -22,10 +22,10 @@ piece 01-verify $BOOST verify ${own[@]+"${own[@]}"} --nproc 1 --only machines la
 piece 02-same-as-the-cpu env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/measure/test_devices_agree.py
 piece 03-processes-share-it env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/parallel/test_late.py
 for compile in none kernels blocks; do
-    piece "04-shares-$compile" $PYTHON benchmarks/gpu/shares.py --device "$DEVICE" --compile "$compile" "${shares[@]}" \
+    piece "04-shares-$compile" $PYTHON -m benchmarks.gpu.shares --device "$DEVICE" --compile "$compile" "${shares[@]}" \
         --out "$OUT/shares-$compile.json" --traces "$OUT/traces-$compile"
 done
-piece 05-kernels $PYTHON benchmarks/gpu/kernels.py --device "$DEVICE" ${kernels[@]+"${kernels[@]}"} --out "$OUT/kernels.json"
+piece 05-kernels $PYTHON -m benchmarks.gpu.kernels --device "$DEVICE" ${kernels[@]+"${kernels[@]}"} --out "$OUT/kernels.json"
 piece 06-single $PYTHON -m benchmarks single "${model[@]}" ${single[@]+"${single[@]}"} "${on[@]}" --rounds "$rounds" --out "$OUT/single"
 piece 07-recompute $PYTHON -m benchmarks recompute "${model[@]}" --tp 1 "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
 piece 08-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc 1 --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
