@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from boost.data.tokenizer import by_transformers
+from boost.data.tokenizer import PlainText, by_transformers
 from boost.errors import ConfigError, DataError
 
 Message = dict[str, str]
@@ -130,6 +130,7 @@ class ChatTemplate:
         self.endless = 0
         """Number of answers so far whose end-of-turn token does not count toward the loss: the model does not learn to stop."""
         self._special = set(self._tokenizer.all_special_ids)
+        self._plain = PlainText(self._tokenizer.backend_tokenizer)
         self._reads: dict[tuple[str, str], Any] = {}
         """What a template reads, by (template, subject): see `_reads_parts` and `_reads_arguments`."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
@@ -175,6 +176,12 @@ class ChatTemplate:
         except _template_errors() as error:
             raise Rejected(f"rejected by the chat template: {error}".splitlines()[0]) from None
         for document in documents:
+            self._plain.ids(document.ids.tolist(), document.text)
+            if self._plain.counts[
+                "dropped"
+            ]:  # offsets, and with them masks, are wrong after such characters (tokenizers 0.23)
+                self._plain.counts["dropped"] = 0
+                raise Rejected("with characters that the tokenizer has no token for")
             document.mask[:1] = False  # nothing precedes the first token
             if not document.mask.any():
                 raise Rejected("without a token that counts toward the loss")

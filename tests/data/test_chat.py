@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from boost.data.chat import ChatTemplate, Encoded, Rejected
 from boost.errors import DataError
@@ -194,6 +195,20 @@ def test_a_field_that_transformers_renames_for_the_template_is_not_called_unused
     notes = [note for note in template.unused(messages, {}) if "'reasoning'" in note]
     assert len(notes) == (not is_renamed)
     assert len([*template.unused(messages, {})]) == len(notes) + 1
+
+
+def test_text_that_the_tokenizer_drops_is_rejected(tmp_path: Path) -> None:
+    """After a dropped character, offsets are those of other characters, so that the mask would be wrong."""
+    tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate("abcst:\n")}, []))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(source.replace("m.role[:1]", "'a' if m.role == 'assistant' else 'b'"))
+    template = ChatTemplate(tmp_path)
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cb"}]
+    (document,) = template.encode(messages)
+    assert [text.replace(" ", "") for text in counted(template, document)] == ["cb\n"]
+    with pytest.raises(Rejected, match="characters that the tokenizer has no token for"):
+        template.encode([{"role": "user", "content": "xab"}, messages[1]])
 
 
 def test_tool_calls_that_cannot_be_learned(tmp_path: Path) -> None:
