@@ -49,6 +49,8 @@ _READ = {
     "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 """Fields of config.json that an import reads or may leave out; it names any other."""
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+"""What MistralConfig assumes for fields that config.json omits, where LlamaConfig assumes something else."""
 _CLASSES = {"cola": "Cola", "boost": "Boost"}
 MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
 _ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
@@ -132,17 +134,28 @@ def read_folder(path: Path) -> Folder:
     if not content:
         raise ConfigError(f"'{path}' has no config.json; pass a Hugging Face folder with safetensors weights")
     kind = content.get("model_type")
-    if kind not in ("llama", "cola", "boost"):
+    if kind not in ("llama", "mistral", "cola", "boost"):
         raise ConfigError(
             f"model_type = {kind!r} in '{path}/config.json' is not supported; valid values: "
-            "'llama' and 'cola' (the official classes), and 'boost' (our own exports)"
+            "'llama', 'mistral' and 'cola' (the official classes), and 'boost' (our own exports)"
         )
-    where = f"'{path}/config.json'"
+    where, read = f"'{path}/config.json'", _READ
+    if kind == "mistral":
+        content, read = {**_MISTRAL, **content}, _READ | {"sliding_window"}
+        if content["num_key_value_heads"] is None:
+            raise ConfigError(
+                f"num_key_value_heads = null in {where} is not valid for Mistral; set it to the number of heads"
+            )
     _require_supported(content, where)
     context = content.get("max_position_embeddings")
     context = 2048 if context is None else context
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise ConfigError(f"max_position_embeddings = {context!r} in {where} must be a positive integer")
+    if kind == "mistral" and (window := content["sliding_window"]) is not None and window < context:
+        raise ConfigError(
+            f"sliding_window = {window} in {where} is smaller than max_position_embeddings = {context}, but boost has no sliding "
+            f"windows; to use the model within one window, set max_position_embeddings = {window}"
+        )
     try:
         table = _model_table(content, where) | _family_table(kind, content, where)
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
@@ -163,8 +176,16 @@ def read_folder(path: Path) -> Folder:
         return None
 
     tied = bool(content.get("tie_word_embeddings"))
-    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in content.items() if value and key not in _READ)
-    return Folder(model, kind, tied, context, token("eos_token_id"), token("bos_token_id"), unused)
+    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in content.items() if value and key not in read)
+    return Folder(
+        model,
+        "llama" if kind == "mistral" else kind,
+        tied,
+        context,
+        token("eos_token_id"),
+        token("bos_token_id"),
+        unused,
+    )
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
@@ -240,7 +261,7 @@ def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, A
         }
         # Folders store "none" for these fields if the family does not have them.
         return {field: value for field, value in table.items() if field not in ("over", "gate") or value != "none"}
-    if kind == "llama":
+    if kind in ("llama", "mistral"):
         if act not in ("silu", "swish", "linear"):
             raise ConfigError(f"hidden_act = {act!r} in {where} is not supported; valid values: 'silu' and 'linear'")
         return {"family": "dense", "mlp_silu": act != "linear"}

@@ -28,23 +28,27 @@ ROPES: list[Any] = [
 
 
 def write(draw: random.Random, folder: Path) -> None:
-    """A tiny LLaMA as transformers saves it, with other files, dtypes, spellings, settings and tensors."""
+    """A tiny LLaMA or Mistral as transformers saves it, with other files, dtypes, spellings, settings and tensors."""
     import transformers
 
     heads = draw.choice((2, 4))
     dim = heads * draw.choice((4, 8))
     torch.manual_seed(draw.randrange(1 << 30))
-    config = transformers.LlamaConfig(
+    kind = draw.choice(("Llama", "Llama", "Mistral"))
+    windows = {"sliding_window": draw.choice((None, 128, 24))} if kind == "Mistral" else {}
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=draw.choice((48, 64)), hidden_size=dim, intermediate_size=draw.choice((24, 40)),
         num_hidden_layers=draw.choice((1, 2)), num_attention_heads=heads, num_key_value_heads=draw.choice((heads, heads // 2)),
         max_position_embeddings=draw.choice((64, 128)), tie_word_embeddings=draw.random() < 0.3, initializer_range=0.4,
-        rms_norm_eps=draw.choice((1e-6, 1e-3)), eos_token_id=draw.choice((2, [2, 7, 9], None)), bos_token_id=draw.choice((1, None)),
+        rms_norm_eps=draw.choice((1e-6, 1e-3)), eos_token_id=draw.choice((2, [2, 7, 9], None)), bos_token_id=draw.choice((1, None)), **windows,
     )  # fmt: skip
     if draw.random() < 0.1:
         config.hidden_act = "gelu"
-    if draw.random() < 0.1:
+    if draw.random() < 0.1 and kind == "Llama":
         config.attention_bias = True
-    model = transformers.LlamaForCausalLM(config).to(draw.choice((torch.float32, torch.bfloat16, torch.float16)))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(
+        draw.choice((torch.float32, torch.bfloat16, torch.float16))
+    )
     if draw.random() < 0.3:
         model.generation_config.update(max_new_tokens=5, eos_token_id=draw.choice((3, [4, 5])))
     size = draw.choice(("1GB", "6KB"))
@@ -78,6 +82,7 @@ def write(draw: random.Random, folder: Path) -> None:
         ("rope_scaling", ROPES), ("rope_parameters", ROPES), ("rope_theta", (777.0, 20000.0)),
         ("original_max_position_embeddings", (32,)), ("head_dim", (dim // heads, None)), ("num_key_value_heads", (None,)),
         ("attention_dropout", (0.1,)), ("tie_word_embeddings", (True, False)),
+        *([("sliding_window", (None, 24, 200))] if kind == "Mistral" else []),
     ):  # fmt: skip
         if (chance := draw.random()) < 0.25:
             content[field] = draw.choice(values)

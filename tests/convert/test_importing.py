@@ -326,6 +326,11 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 16}, "head_dim = 16"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({"model_type": "mamba"}, "model_type = 'mamba'"),
+    (
+        {"model_type": "mistral", "sliding_window": 4},
+        "to use the model within one window, set max_position_embeddings = 4",
+    ),
+    ({"model_type": "mistral", "num_key_value_heads": None}, "num_key_value_heads = null"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ({"num_hidden_layers": None}, "model.layers = None must be an integer"),
     ({"num_attention_heads": 5, "head_dim": None}, "model.heads = 5 must divide model.dim = 32"),
