@@ -40,7 +40,8 @@ def write(draw: random.Random, folder: Path) -> None:
         vocab_size=draw.choice((48, 64)), hidden_size=dim, intermediate_size=draw.choice((24, 40)),
         num_hidden_layers=draw.choice((1, 2)), num_attention_heads=heads, num_key_value_heads=draw.choice((heads, heads // 2)),
         max_position_embeddings=draw.choice((64, 128)), tie_word_embeddings=draw.random() < 0.3, initializer_range=0.4,
-        rms_norm_eps=draw.choice((1e-6, 1e-3)), eos_token_id=draw.choice((2, [2, 7, 9], None)), bos_token_id=draw.choice((1, None)), **windows,
+        rms_norm_eps=draw.choice((1e-6, 1e-3)), eos_token_id=draw.choice((2, [2, 7, 9], None)), bos_token_id=draw.choice((1, None)),
+        **windows,
     )  # fmt: skip
     if draw.random() < 0.1:
         config.hidden_act = "gelu"
