@@ -16,16 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from boost.data.readers import (
-    JSON_SUFFIXES,
-    PARQUET_SUFFIXES,
-    SURROGATE,
-    Document,
-    Unreadable,
-    damage,
-    json_records,
-    open_parquet,
-)  # fmt: skip
+from boost.data.readers import SURROGATE, Document, json_records
 from boost.data.report import FileReport, PrepareReport
 
 _ROLES = {
@@ -219,23 +210,17 @@ def document_of(record: Any, key: str, where: str, entry: FileReport) -> Documen
 
 
 def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
-    """Yields the conversations in one file, in order, and reports skipped records. Raises `Unreadable`."""
-    name = path.name.lower()
-    if name.endswith(JSON_SUFFIXES):
-        for number, where, record in json_records(path, entry, report):
-            if document := document_of(record, f"{key}:{number}", where, entry):
-                yield document
-    elif name.endswith(PARQUET_SUFFIXES):
-        with open_parquet(path) as file, damage("damaged Parquet file"):
-            types = {field.name: field.type for field in file.schema_arrow}
-            lines = (row for batch in file.iter_batches(256) for row in batch.to_pylist())
-            rows = ({name: _from_arrow(value, types[name]) for name, value in row.items()} for row in lines)
-            for number, row in enumerate(rows, start=1):
-                if document := document_of(row, f"{key}:{number}", f"record {number}", entry):
-                    yield document
-        report.consumed += path.stat().st_size
-    else:
-        raise Unreadable("not a conversation file", fix="pass .jsonl, .json (also compressed) or .parquet files")
+    """Yields the conversations in a JSON file, in order, and reports skipped records. Raises `Unreadable`."""
+    for number, where, record in json_records(path, entry, report):
+        if document := document_of(record, f"{key}:{number}", where, entry):
+            yield document
+
+
+def records_of(table: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a pyarrow table as in JSON lines."""
+    types = {field.name: field.type for field in table.schema}
+    for row in table.to_pylist():
+        yield {name: _from_arrow(value, types[name]) for name, value in row.items()}
 
 
 def _from_arrow(value: Any, kind: Any) -> Any:

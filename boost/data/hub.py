@@ -155,6 +155,22 @@ def commit_of(dataset: str, revision: str | None) -> str | None:
 
 
 @contextmanager
+def quiet_datasets(what: str) -> Iterator[Any]:
+    """The module `datasets`, without progress bars and log lines. Raises `DataError` if it is missing; `what` needs it."""
+    datasets = require("datasets", what)
+    bars, level = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    try:
+        with quiet_hub():
+            yield datasets
+    finally:
+        datasets.utils.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
 def quiet_hub() -> Iterator[None]:
     """Silences the Hub client's five log lines per retry. The error after the last retry is still raised."""
     logger = logging.getLogger("huggingface_hub")

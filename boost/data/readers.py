@@ -7,20 +7,16 @@ precede the damage in a file are kept.
 
 import bz2
 import codecs
-import csv
 import gzip
 import importlib
 import io
 import json
 import lzma
 import re
-import sys
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -49,13 +45,15 @@ CRLF = "with CRLF line breaks, normalized to LF"
 _UNDECODED = re.compile(r"[\udc80-\udcff]")
 """Bytes that were not UTF-8, decoded with `surrogateescape`."""
 
-# Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so it is rejected by name.
-REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
-JSON_SUFFIXES = tuple(f"{name}{packed}" for name in (".jsonl", ".ndjson", ".json") for packed in ("", *_COMPRESSION))
-CSV_SUFFIXES = tuple(f"{name}{packed}" for name in (".csv", ".tsv") for packed in ("", *_COMPRESSION))
-PARQUET_SUFFIXES = (".parquet",)
-ARROW_SUFFIXES = (".arrow", ".feather")
+
+
+def with_compression(*suffixes: str) -> tuple[str, ...]:
+    """The suffixes of plain and of compressed files."""
+    return tuple(f"{suffix}{packed}" for suffix in suffixes for packed in ("", *_COMPRESSION))
+
+
+JSON_SUFFIXES = with_compression(".jsonl", ".ndjson", ".json")
 
 
 class Unreadable(Exception):
@@ -80,27 +78,10 @@ class Document:
     """The split to which its source belongs; None: `boost.data.split` decides."""
 
 
-def read_file(
-    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
-) -> Iterator[Document]:
-    """Reads the documents in one file, whose suffix selects the reader. Counts bytes in `report.consumed`. Raises `Unreadable`."""
-    name = path.name.lower()
-    if name.endswith(REFUSED_SUFFIXES):
-        tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
-        raise Unreadable(
-            "refused: pickles and binary arrays are never loaded", fix=f"{tokens}export the text as .txt or .jsonl"
-        )
-    if name.endswith(JSON_SUFFIXES):
-        yield from _read_json(path, key, text_field, entry, report)
-    elif name.endswith(CSV_SUFFIXES):
-        yield from _read_csv(path, key, text_field, entry, report)
-    elif name.endswith(PARQUET_SUFFIXES):
-        yield from _read_parquet(path, key, text_field, entry, report)
-    elif name.endswith(ARROW_SUFFIXES):
-        yield from _read_arrow(path, key, text_field, entry, report)
-    else:
-        with open_utf8(path, entry, report) as file:
-            yield from _accept_pieces(_decoded(file), key, "", entry)
+def read_text(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
+    """A plain text, in several documents if it is long."""
+    with open_utf8(path, entry, report) as file:
+        yield from accept_pieces(_decoded(file), key, "", entry)
 
 
 # ---- Text in every format: what is skipped, how line breaks are normalized, where long text is split
@@ -125,7 +106,7 @@ def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | Non
     return Document(key, text, entry)
 
 
-def _accept_pieces(pieces: Iterable[Any], key: str, where: str, entry: FileReport) -> Iterator[Document]:
+def accept_pieces(pieces: Iterable[Any], key: str, where: str, entry: FileReport) -> Iterator[Document]:
     """Like `accept`, for a text in consecutive pieces. A long text becomes several documents, and is never in memory as a whole."""
     iterator, head, length = iter(pieces), [], 0
     for piece in iterator:
@@ -284,6 +265,12 @@ class _Counted(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self._file.seek(offset, whence))
+
     def readinto(self, buffer: Any) -> int:
         count = int(self._file.readinto(buffer))
         self._report.consumed += count
@@ -417,7 +404,7 @@ def _list_in(record: dict[str, Any], text_field: str | None) -> str | None:
     return lists[0] if lists else None
 
 
-def _read_json(
+def read_json(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
     def records(entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
@@ -446,263 +433,13 @@ def _read_json(
         if isinstance(record, dict) and field in record:
             if len(record) > 1:
                 unread.update(record)
-            yield from _accept_pieces([record[field]], f"{key}:{number}", where, entry)
+            yield from accept_pieces([record[field]], f"{key}:{number}", where, entry)
         elif isinstance(record, str) and (is_strings := is_strings or where == "record 1") and field == "text":
-            yield from _accept_pieces([record], f"{key}:{number}", where, entry)
+            yield from accept_pieces([record], f"{key}:{number}", where, entry)
         else:
             what = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
             entry.skip(f"without the field {field!r}", f"{where} has {what}")
     note_unread(entry, unread - {field})
-
-
-# ---- Tables: a document per row, read by pandas (CSV) and pyarrow
-
-
-@dataclass(frozen=True)
-class _Dialect:
-    """How a CSV file is written. `quotes`: whether a quote in a quoted field is `doubled` or `escaped` with a backslash, or all
-    quotes are `literal` characters."""
-
-    sep: str
-    quotes: str = "doubled"
-
-    def options(self) -> dict[str, Any]:
-        """Arguments that `csv.reader` and `pandas.read_csv` have in common."""
-        quoting = csv.QUOTE_NONE if self.quotes == "literal" else csv.QUOTE_MINIMAL
-        is_escaped = self.quotes == "escaped"
-        return {"quoting": quoting, "escapechar": "\\" if is_escaped else None, "doublequote": not is_escaped}
-
-    def wrong_rows(self, lines: Iterable[str], stop: int) -> int:
-        """How many rows (at most `stop`) contradict the dialect: rows with more or fewer fields than the header, with text
-        after a closing quote, or, in TSV, with line breaks although each of their lines has the fields of a row."""
-        read: list[str] = []
-        recorded = (read.append(line) or line for line in lines)  # type: ignore[func-returns-value]
-        rows = csv.reader(recorded, delimiter=self.sep, strict=True, **self.options())
-        columns = wrong = 0
-        while wrong < stop:
-            read.clear()
-            try:
-                row = next(rows, None)
-            except csv.Error:
-                wrong += 1
-                continue
-            if row is None:
-                break
-            columns = columns or len(row)
-            merges = len(read) > 1 and self.sep == "\t" and all(line.count("\t") == columns - 1 > 0 for line in read)
-            wrong += bool(row) and (len(row) != columns or merges)
-        return wrong
-
-
-def _usual_delimiter(path: Path) -> str:
-    return "\t" if ".tsv" in path.name.lower() else ","
-
-
-@lru_cache(maxsize=1024)
-def _dialect_of(path: Path, size: int, mtime_ns: int) -> tuple[_Dialect, bool]:
-    """The dialect that the fewest rows contradict, and whether the file contains quotes.
-
-    Reads the whole file, because quotes are text in all rows or in none. `size` and `mtime_ns` identify the file in the cache: each
-    pass over the input asks again.
-    """
-
-    def lines() -> Iterator[str]:
-        with open_utf8(path, FileReport(""), PrepareReport()) as file:
-            text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
-            while line := text.readline(MAX_RECORD_BYTES):
-                yield line
-
-    header, has_quotes, has_escapes = next(lines(), ""), False, False
-    for line in lines():
-        has_quotes, has_escapes = has_quotes or '"' in line, has_escapes or '\\"' in line
-        if has_escapes:
-            break
-    usual = _usual_delimiter(path)
-    delimiters = [sep for sep in dict.fromkeys((usual, ",", ";", "\t", "|")) if sep in header] or [usual]
-    kinds = ("doubled", *(["escaped"] * has_escapes), *(["literal"] * has_quotes))
-    best, fewest = _Dialect(usual), sys.maxsize
-    field_limit = csv.field_size_limit(MAX_RECORD_BYTES)
-    try:
-        for dialect in (_Dialect(sep, quotes) for sep in delimiters for quotes in kinds):
-            wrong = dialect.wrong_rows(lines(), fewest)
-            best, fewest = (dialect, wrong) if wrong < fewest else (best, fewest)
-            if not wrong:
-                break
-    finally:
-        csv.field_size_limit(field_limit)
-    return best, has_quotes
-
-
-class _Bounded(io.RawIOBase):
-    """A file that ends with an error after `left` bytes: a quote that is never closed would bring all of it into memory."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.left = file, MAX_JSON_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        self.left -= len(data)
-        if self.left < 0:
-            why = f"{CSV_ROWS} rows longer than {format_bytes(MAX_JSON_BYTES)}, or a quote that is never closed"
-            raise Unreadable("not a CSV file", why, "correct it")
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _read_csv(
-    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
-) -> Iterator[Document]:
-    """Rows in a file with a header, as `pandas.read_csv` reads them for `datasets`, but with numbers as they are written."""
-    pandas = require("pandas", "CSV files")
-    about = path.stat()
-    dialect, has_quotes = _dialect_of(path, about.st_size, about.st_mtime_ns)
-    if dialect.sep != _usual_delimiter(path):
-        entry.note(f"with the delimiter {dialect.sep!r}")
-    if has_quotes and (dialect.quotes != "doubled" or dialect.sep == "\t"):
-        meaning = {"doubled": "enclose fields", "escaped": "enclose fields, escaped with \\", "literal": "are text"}
-        entry.note(f"in which quotes {meaning[dialect.quotes]}")
-    options = {"sep": dialect.sep, "index_col": False, **dialect.options()}
-
-    def rows(column: str | None, entry: FileReport, report: PrepareReport) -> Iterator[Any]:
-        with open_utf8(path, entry, report) as file:
-            bounded = _Bounded(file)
-            # Objects: text as it is written, or NaN. Bytes that are not UTF-8 become surrogates, so that they end one row only.
-            types = {"dtype": object, "encoding_errors": "surrogateescape", "on_bad_lines": "warn"}
-            reader = pandas.read_csv(bounded, iterator=True, **types, **options)
-            while True:
-                bounded.left = MAX_JSON_BYTES
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    warnings.filterwarnings("error", "Length of header")
-                    try:
-                        chunk = reader.get_chunk(CSV_ROWS)
-                    except StopIteration:
-                        return
-                for line in (line for warning in caught for line in str(warning.message).splitlines() if line):
-                    where = line.replace("Skipping line", "record").replace(":", " (the header is 1):", 1)
-                    entry.skip("with a wrong number of columns", where)
-                yield from chunk.index if column is None else chunk[column]
-
-    row = 0
-    try:
-        with open_utf8(path, FileReport(""), PrepareReport()) as file, warnings.catch_warnings():
-            warnings.filterwarnings("error", "Length of header")
-            # How pandas infers the types decides which columns hold strings.
-            sample = pandas.read_csv(
-                _Bounded(file), nrows=100, encoding_errors="replace", on_bad_lines="skip", **options
-            )
-        columns = {str(name): not pandas.api.types.is_numeric_dtype(sample[name]) for name in sample}
-        if text_field is not None and columns.get(text_field) is False:
-            entry.note(f"with numbers in column {text_field!r}, read as text")
-            columns[text_field] = True
-        with counting(lambda: sum(1 for _ in rows(None, FileReport(""), PrepareReport()))):
-            column = find_text_column(text_field, columns, entry)
-        note_unread(entry, columns.keys() - {column})
-        for row, value in enumerate(rows(column, entry, report), start=1):
-            if isinstance(value, str) and _UNDECODED.search(value):
-                entry.skip(NOT_UTF8, f"row {row}")
-            else:
-                yield from _rows([value if isinstance(value, str) else None], row, key, entry)
-    except pandas.errors.EmptyDataError:
-        entry.skip("empty")
-    except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
-        reason = str(error).strip().splitlines()[0].removeprefix("Error tokenizing data. C error: ")
-        if isinstance(error, pandas.errors.ParserWarning):
-            reason = "a row has more fields than the header"
-        raise Unreadable("not a CSV file", f"after row {row}: {reason}", "correct it") from error
-
-
-def _read_parquet(
-    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
-) -> Iterator[Document]:
-    """A damaged row group ends the file; the rows before it are kept."""
-    with open_parquet(path) as file:
-        with counting(lambda: file.metadata.num_rows):
-            column = _string_column(file.schema_arrow, text_field, entry)
-        size, groups = path.stat().st_size, file.metadata.num_row_groups
-
-        def batches() -> Iterator[Any]:
-            for group in range(groups):
-                yield from file.iter_batches(64, row_groups=[group], columns=[column])  # a row can be a whole book
-                report.consumed += size // groups
-
-        yield from _batches(batches(), column, "damaged Parquet file", key, entry)
-
-
-def _read_arrow(
-    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
-) -> Iterator[Document]:
-    """Rows in an Arrow file or stream, as `datasets` saves them."""
-    pyarrow = require("pyarrow", "Arrow files")
-    with pyarrow.OSFile(str(path)) as file:  # not a memory map, because truncating a mapped file would kill the process
-        is_file = file.read(6) == b"ARROW1"
-        file.seek(0)
-        with damage("not an Arrow file"):
-            opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-        batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else iter(opened)
-        with counting(lambda: sum(batch.num_rows for batch in batches)):
-            column = _string_column(opened.schema, text_field, entry)
-        yield from _batches(batches, column, "damaged Arrow file", key, entry)
-    report.consumed += path.stat().st_size
-
-
-def _batches(batches: Iterator[Any], column: str, reason: str, key: str, entry: FileReport) -> Iterator[Document]:
-    """Documents in record batches. Raises `Unreadable` with this reason at the first damaged batch."""
-    row = 0
-    while True:
-        with damage(reason, f"after row {row}"):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield from _rows((value.as_py() for value in batch.column(column)), row, key, entry)
-        row += batch.num_rows
-
-
-def _string_column(schema: Any, text_field: str | None, entry: FileReport) -> str:
-    from pyarrow import types
-
-    columns: dict[str, bool] = {}
-    for field in schema:
-        if field.name in columns:
-            raise Unreadable(f"two columns are named {field.name!r}", fix="rename one of them")
-        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
-        columns[field.name] = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    column = find_text_column(text_field, columns, entry)
-    note_unread(entry, columns.keys() - {column})
-    return column
-
-
-def _rows(values: Iterable[Any], start: int, key: str, entry: FileReport) -> Iterator[Document]:
-    """Documents in a column. `start`: number of its first row."""
-    for row, value in enumerate(values, start):
-        yield from _accept_pieces([value], f"{key}:{row}", f"row {row}", entry)
-
-
-@contextmanager
-def open_parquet(path: Path) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`. Raises `Unreadable`, or `DataError` with the install command if pyarrow is missing."""
-    parquet = require("pyarrow.parquet", "Parquet files")
-    with damage("not a Parquet file"):
-        file = parquet.ParquetFile(path)
-    with file:
-        yield file
-
-
-@contextmanager
-def damage(reason: str, where: str = "") -> Iterator[None]:
-    """Turns pyarrow errors into `Unreadable`."""
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # a file system error
-        detail = f"{where}: {(str(error).splitlines() or [type(error).__name__])[0]}".removeprefix(": ")
-        raise Unreadable(reason, detail, "copy the file again") from error
 
 
 def require(module: str, what: str) -> Any:

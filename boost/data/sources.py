@@ -18,19 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from boost.data.conversations import read_conversations
-from boost.data.hub import HubSource, quiet_hub
-from boost.data.readers import (
-    ARROW_SUFFIXES,
-    CSV_SUFFIXES,
-    JSON_SUFFIXES,
-    PARQUET_SUFFIXES,
-    Document,
-    Unreadable,
-    read_file,
-    require,
-)
-from boost.data.report import PrepareReport
+from boost.data.hub import HubSource, quiet_datasets
+from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text
+from boost.data.report import FileReport, PrepareReport
 from boost.data.store import STORE_FILE
+from boost.data.tables import TABLE_SUFFIXES, read_table
 from boost.data.writer import is_leftover
 from boost.errors import DataError
 
@@ -40,7 +32,9 @@ DATASET_METADATA = {"dataset_info.json", "state.json"}
 CARD = "README.md"
 _CONFIGS = re.compile(rb"---\s*\n(?:.*\n)*?configs:")
 """Matches a dataset card whose metadata assign files to splits."""
-DATA_SUFFIXES = (*JSON_SUFFIXES, *CSV_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES, ".txt")
+DATA_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, ".txt")
+# Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so it is rejected by name.
+REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
 _MAY_NAME_A_SPLIT = re.compile(
     r"(?:^|[-._ 0-9/])(?:train(?:ing)?|valid(?:ation)?|dev|val|test(?:ing)?|eval(?:uation)?)[-._ 0-9/]|^data/.+-\d{5}-of-\d{5}"
 )
@@ -86,12 +80,8 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
 @contextmanager
 def opening_dataset(folder: Path) -> Iterator[Any]:
     """The module `datasets`, quiet, without network and code. Its errors become one line. Raises `DataError`."""
-    datasets = require("datasets", f"the dataset in {folder}")
-    bars, level = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     try:
-        with quiet_hub():
+        with quiet_datasets(f"the dataset in {folder}") as datasets:
             yield datasets
     except DataError:
         raise
@@ -99,10 +89,30 @@ def opening_dataset(folder: Path) -> Iterator[Any]:
         # Missing files, Arrow errors, malformed JSON and YAML.
         line = (str(error).strip().splitlines() or ["no message"])[0]
         raise DataError(f"{folder}: not a dataset that 'datasets' can load: {type(error).__name__}: {line}") from error
-    finally:
-        datasets.utils.logging.set_verbosity(level)
-        if bars:
-            datasets.enable_progress_bars()
+
+
+def read_file(
+    path: Path, key: str, text_field: str | None, chat: bool, entry: FileReport, report: PrepareReport
+) -> Iterator[Document]:
+    """Reads the documents in one file, whose suffix selects the reader. `chat`: they are conversations. Counts bytes in
+    `report.consumed`. Raises `Unreadable`."""
+    name = path.name.lower()
+    if name.endswith(TABLE_SUFFIXES):
+        yield from read_table(path, key, text_field, chat, entry, report)
+    elif name.endswith(JSON_SUFFIXES):
+        if chat:
+            yield from read_conversations(path, key, entry, report)
+        else:
+            yield from read_json(path, key, text_field, entry, report)
+    elif name.endswith(REFUSED_SUFFIXES):
+        tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
+        raise Unreadable(
+            "refused: pickles and binary arrays are never loaded", fix=f"{tokens}export the text as .txt or .jsonl"
+        )
+    elif chat:
+        raise Unreadable("not a conversation file", fix="pass JSON (.jsonl, .json), .csv, .parquet or .arrow files")
+    else:
+        yield from read_text(path, key, entry, report)
 
 
 class FilesSource:
@@ -253,10 +263,7 @@ class FilesSource:
                     entry.skip("empty")
                     continue
                 try:
-                    if self.chat:
-                        yield from read_conversations(file.path, file.key, entry, report)
-                    else:
-                        yield from read_file(file.path, file.key, self.text_field, entry, report)
+                    yield from read_file(file.path, file.key, self.text_field, self.chat, entry, report)
                 except OSError as error:
                     raise Unreadable(f"cannot be read: {error.strerror or error}") from error
                 require_unchanged(file.path, file.size, file.mtime_ns)

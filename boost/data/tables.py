@@ -1,0 +1,256 @@
+"""Reads CSV, Parquet and Arrow files with `datasets`: a text in one column of each row, or a conversation per row.
+
+A file that is damaged or not a table raises `Unreadable`; the batches of rows before the damage are kept.
+"""
+
+import csv
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, NamedTuple
+
+import fsspec
+
+from boost.data.conversations import document_of, records_of
+from boost.data.hub import quiet_datasets
+from boost.data.readers import (
+    MAX_RECORD_BYTES,
+    NOT_UTF8,
+    Document,
+    Unreadable,
+    accept_pieces,
+    counting,
+    find_text_column,
+    note_unread,
+    open_utf8,
+    with_compression,
+)
+from boost.data.report import FileReport, PrepareReport
+from boost.errors import DataError
+from boost.format import format_bytes
+
+CSV_SUFFIXES = with_compression(".csv", ".tsv")
+_KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
+TABLE_SUFFIXES = (*CSV_SUFFIXES, *_KINDS)
+BATCH_ROWS = 64
+"""Number of Parquet and Arrow rows to read at a time: a row can be a whole book."""
+CSV_ROWS = 1000
+"""Number of CSV rows to read at a time, or fewer if the longest could exceed `MAX_RECORD_BYTES` together."""
+
+
+def read_table(
+    path: Path, key: str, text_field: str | None, chat: bool, entry: FileReport, report: PrepareReport
+) -> Iterator[Document]:
+    """The documents in one file. `chat`: the rows are conversations."""
+    kind = _KINDS.get(path.suffix.lower(), "CSV")
+    is_csv = kind == "CSV"
+    options = _csv_options(path, entry) if is_csv else {}
+    # A sample decides which columns of CSV hold strings.
+    sample = {"nrows": 100, "on_bad_lines": "skip", "encoding_errors": "replace"} if is_csv else {}
+    schema = next((batch.schema for batch in _batches(kind, path, options | sample)), None)
+    if schema is None:
+        entry.skip("empty")
+        return
+    column, read = None, schema.names
+    if not chat:
+        columns = {field.name: _holds_strings(field.type) for field in schema}
+        if is_csv and text_field is not None and columns.get(text_field) is False:
+            entry.note(f"with numbers in column {text_field!r}, read as text")
+            columns[text_field] = True
+        with counting(lambda: sum(b.num_rows for b in _batches(kind, path, options, read if is_csv else read[:1]))):
+            column = find_text_column(text_field, columns, entry)
+        note_unread(entry, columns.keys() - {column})
+        read = read if is_csv else [column]
+    number = 1 if chat or is_csv else 0
+    for batch in _batches(kind, path, options, read, entry, report):
+        if column is None:
+            for i, record in enumerate(records_of(batch), number):
+                if document := document_of(record, f"{key}:{i}", f"record {i}", entry):
+                    yield document
+        else:
+            for i, text in enumerate(batch[column].to_pylist(), number):
+                yield from accept_pieces([text], f"{key}:{i}", f"row {i}", entry)
+        number += batch.num_rows
+
+
+def _holds_strings(kind: Any) -> bool:
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+class _Files(fsspec.AbstractFileSystem):
+    """The file system `boost://`, from which `datasets` reads what `open_utf8` opens. Its files have numbers, because a name
+    could be a pattern or an address to `datasets`."""
+
+    protocol = "boost"
+    numbers = count()
+    openers: ClassVar[dict[str, Callable[[], io.BufferedReader]]] = {}
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "size": None, "type": "file"}
+
+    def _open(self, path: str, *_: Any, **__: Any) -> io.BufferedReader:
+        return self.openers[path]()
+
+
+fsspec.register_implementation("boost", _Files)
+
+
+def _batches(
+    kind: str,
+    path: Path,
+    options: dict[str, Any],
+    columns: list[str] | None = None,
+    entry: FileReport | None = None,
+    report: PrepareReport | None = None,
+) -> Iterator[Any]:
+    """The rows as pyarrow tables. The first table is empty if `datasets` knows the schema before it reads rows. `columns`: those of
+    Parquet to read, those of CSV to read as text."""
+    entry, report = entry or FileReport(""), report or PrepareReport()
+    begin, row, name = report.consumed, 0, f"{next(_Files.numbers)}.{kind.lower()}"
+    try:
+        with ExitStack() as stack:
+            datasets = stack.enter_context(quiet_datasets(f"{kind} files"))
+            _Files.openers[name] = lambda: stack.enter_context(open_utf8(path, entry, report))
+            stack.callback(_Files.openers.pop, name)
+            rows = options.get("chunksize", BATCH_ROWS)
+            if kind == "Parquet":
+                options = {"batch_size": rows, "columns": columns}
+            elif kind == "CSV" and columns:
+                features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
+                options = options | {"features": features}
+            with TemporaryDirectory() as cache:
+                stream = datasets.load_dataset(
+                    kind.lower(),
+                    data_files=f"boost://{name}",
+                    split="train",
+                    streaming=True,
+                    cache_dir=cache,
+                    **options,
+                )
+            if stream.features is not None:
+                yield stream.features.arrow_schema.empty_table()
+            batches = stream.with_format("arrow").iter(rows)
+            while True:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.filterwarnings("always", "Skipping line")
+                    warnings.filterwarnings("error", "Length of header")
+                    batch = next(batches, None)
+                for line in (line for warning in caught for line in str(warning.message).splitlines()):
+                    if line.startswith("Skipping line"):
+                        where = line.replace("Skipping line", "record").replace(":", " (the header is 1):", 1)
+                        entry.skip("with a wrong number of columns", where)
+                if batch is None:
+                    break
+                yield batch
+                row += batch.num_rows
+    except (DataError, Unreadable):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # a file system error
+        reason, line = NOT_UTF8, " ".join(str(error).split())[:200] or type(error).__name__
+        if not isinstance(error, UnicodeDecodeError):
+            reason = f"damaged {kind} file" if row else f"not a valid {kind} file"
+        raise Unreadable(reason, f"after row {row}: {line}" if row else line, "correct it or copy it again") from error
+    report.consumed = begin + path.stat().st_size
+
+
+# ---- How a CSV file is written
+
+
+class _Dialect(NamedTuple):
+    """`quotes`: whether a quote in a quoted field is `doubled` or `escaped` with a backslash, or all quotes are `literal`."""
+
+    sep: str
+    quotes: str = "doubled"
+
+    def options(self) -> dict[str, Any]:
+        """Arguments that `csv.reader` and `pandas.read_csv` have in common."""
+        quoting = csv.QUOTE_NONE if self.quotes == "literal" else csv.QUOTE_MINIMAL
+        is_escaped = self.quotes == "escaped"
+        return {"quoting": quoting, "escapechar": "\\" if is_escaped else None, "doublequote": not is_escaped}
+
+    def wrong_rows(self, lines: Iterable[str], stop: int) -> tuple[int, int]:
+        """How many rows (at most `stop`) contradict the dialect, and the length of the longest. These are rows with more or fewer
+        fields than the header, with text after a closing quote, or, in TSV, with line breaks although each of their lines has the
+        fields of a row."""
+        read: list[str] = []
+        recorded = (read.append(line) or line for line in lines)  # type: ignore[func-returns-value]
+        rows = csv.reader(recorded, delimiter=self.sep, strict=True, **self.options())
+        columns = wrong = longest = 0
+        while wrong < stop:
+            read.clear()
+            try:
+                row = next(rows, None)
+            except csv.Error:
+                row, wrong = [], wrong + 1
+            if row is None:
+                break
+            columns, longest = columns or len(row), max(longest, sum(map(len, read)))
+            merges = len(read) > 1 and self.sep == "\t" and all(line.count("\t") == columns - 1 > 0 for line in read)
+            wrong += bool(row) and (len(row) != columns or merges)
+        return wrong, longest
+
+
+def _csv_options(path: Path, entry: FileReport) -> dict[str, Any]:
+    about = path.stat()
+    dialect, has_quotes, longest = _dialect_of(path, about.st_size, about.st_mtime_ns)
+    if longest > MAX_RECORD_BYTES:
+        why = f"a row longer than {format_bytes(MAX_RECORD_BYTES)}, or a quote that is never closed"
+        raise Unreadable("not a valid CSV file", why, "correct it")
+    if dialect.sep != _usual_delimiter(path):
+        entry.note(f"with the delimiter {dialect.sep!r}")
+    if has_quotes and (dialect.quotes != "doubled" or dialect.sep == "\t"):
+        meaning = {"doubled": "enclose fields", "escaped": "enclose fields, escaped with \\", "literal": "are text"}
+        entry.note(f"in which quotes {meaning[dialect.quotes]}")
+    rows = min(max(MAX_RECORD_BYTES // (longest or 1), 1), CSV_ROWS)
+    return {"sep": dialect.sep, "index_col": False, "on_bad_lines": "warn", "chunksize": rows, **dialect.options()}
+
+
+def _usual_delimiter(path: Path) -> str:
+    return "\t" if ".tsv" in path.name.lower() else ","
+
+
+@lru_cache(maxsize=1024)
+def _dialect_of(path: Path, size: int, mtime_ns: int) -> tuple[_Dialect, bool, int]:
+    """The dialect that the fewest rows contradict, whether the file contains quotes, and the length of its longest row.
+
+    Reads the whole file, because quotes are text in all rows or in none. `size` and `mtime_ns` identify the file in the cache: each
+    pass over the input asks again.
+    """
+
+    def lines() -> Iterator[str]:
+        with open_utf8(path, FileReport(""), PrepareReport()) as file:
+            text = io.TextIOWrapper(file, "utf-8-sig", "replace", newline="")
+            while line := text.readline(MAX_RECORD_BYTES + 1):
+                yield line
+
+    header, has_quotes, has_escapes = next(lines(), ""), False, False
+    for line in lines():
+        has_quotes, has_escapes = has_quotes or '"' in line, has_escapes or '\\"' in line
+        if has_escapes:
+            break
+    usual = _usual_delimiter(path)
+    delimiters = [sep for sep in dict.fromkeys((usual, ",", ";", "\t", "|")) if sep in header] or [usual]
+    kinds = ("doubled", *(["escaped"] * has_escapes), *(["literal"] * has_quotes))
+    best, fewest, length = _Dialect(usual), sys.maxsize, 0
+    field_limit = csv.field_size_limit(MAX_RECORD_BYTES)
+    try:
+        for dialect in (_Dialect(sep, quotes) for sep in delimiters for quotes in kinds):
+            wrong, longest = dialect.wrong_rows(lines(), fewest)
+            if wrong < fewest:
+                best, fewest, length = dialect, wrong, longest
+            if not wrong:
+                break
+    finally:
+        csv.field_size_limit(field_limit)
+    return best, has_quotes, length
