@@ -119,6 +119,8 @@ def _batches(
     try:
         with ExitStack() as stack:
             datasets = stack.enter_context(quiet_datasets(f"{kind} files"))
+            import pyarrow
+
             _Files.openers[name] = lambda: stack.enter_context(open_utf8(path, entry, report))
             stack.callback(_Files.openers.pop, name)
             rows = options.get("chunksize", BATCH_ROWS)
@@ -137,7 +139,7 @@ def _batches(
                     **options,
                 )
             if stream.features is not None:
-                yield stream.features.arrow_schema.empty_table()
+                yield pyarrow.Table.from_batches([], stream.features.arrow_schema)  # empty_table() knows no JSON
             batches = stream.with_format("arrow").iter(rows)
             while True:
                 with warnings.catch_warnings(record=True) as caught:
