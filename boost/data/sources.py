@@ -128,6 +128,8 @@ class FilesSource:
         """`chat`: the files hold conversations. Raises `DataError` if there is nothing at the path."""
         self.path, self.name, self.text_field, self.chat = Path(path), str(path), text_field, chat
         self._skipped: list[tuple[str, str]] = []
+        self._chosen = set[Path]()
+        """Files of a train split that is known to be one."""
         self._seen = seen or SeenInputs()
         if not self.path.exists():
             otherwise = "" if chat else ", or use --stdlib for a corpus without files"
@@ -149,7 +151,12 @@ class FilesSource:
                 folders.clear()
                 continue
             if DATASET_DICT in names or set(names) >= DATASET_METADATA:
-                yield from self._saved(Path(folder))
+                try:
+                    yield from self._saved(Path(folder))
+                except DataError as problem:
+                    if Path(folder) == self.path:
+                        raise
+                    self._skip(folder, str(problem))
                 folders.clear()
                 continue
             for name in sorted((*folders, *names)):
@@ -175,6 +182,7 @@ class FilesSource:
                     self._skip(folder / name, "not the train split; to read it, pass its folder")
                 self._skip(folder / DATASET_DICT, "metadata of a saved dataset")
                 folder, saved = folder / "train", saved["train"]
+                self._chosen.update(folder.iterdir())
             files = [folder / Path(file["filename"]).name for file in saved.cache_files]
         for path in sorted({*folder.rglob("*")} - {*files}):
             is_metadata = path.name in DATASET_METADATA
@@ -185,31 +193,33 @@ class FilesSource:
         """The files to read: those of the train split, if `datasets` finds splits in the folder, by the names of files and folders
         or in the dataset card. If it finds no train split, files in none of its splits; else, all files of its only split. Files
         in formats that it does not read are not left out."""
-        data = {
-            path: path.relative_to(self.path).as_posix() for path in paths if path.name.lower().endswith(DATA_SUFFIXES)
-        }
-        card = self.path / CARD
-        front = card.read_bytes().partition(b"\n---")[0] if card in paths else b""
-        hidden = self.path / ".huggingface.yaml"
-        has_configs = bool(_CONFIGS.match(front)) or hidden.is_file()
+        data = {path: path.relative_to(self.path).as_posix() for path in paths if path not in self._chosen}
+        data = {path: name for path, name in data.items() if name.lower().endswith(DATA_SUFFIXES)}
+        card, hidden = self.path / CARD, self.path / ".huggingface.yaml"
+        configs = {file: file.read_bytes() for file in (card, hidden) if file.is_file()}
+        front = configs.get(card, b"").partition(b"\n---")[0]
+        has_configs = bool(_CONFIGS.match(front)) or hidden in configs
         if not has_configs and not any(map(_MAY_NAME_A_SPLIT.search, data.values())):
             return paths
-        root = os.path.realpath(self.path)
-        with opening_dataset(self.path) as datasets, TemporaryDirectory() as cache:
+        with opening_dataset(self.path) as datasets, TemporaryDirectory() as folder:
             import yaml  # a requirement of `datasets`
 
-            for text in (front.removeprefix(b"---"), hidden.read_bytes() if hidden.is_file() else b""):
+            for text in (front.removeprefix(b"---"), configs.get(hidden, b"")):
                 if has_configs and "://" in str((yaml.safe_load(text) or {}).get("configs")):
                     raise DataError(
                         f"{self.path}: the configs of its dataset card name data on the network; download it, or remove them"
                     )
-            try:
-                found = datasets.load_dataset_builder(root, cache_dir=cache).config.data_files or {}
-            except FileNotFoundError:  # no file in a format that `datasets` reads
-                if has_configs:
-                    raise
-                return paths
-        splits = {str(name): {os.path.relpath(file, root) for file in files} for name, files in found.items()}
+            # Names alone decide, so `datasets` gets empty files, all of one format: else, it would leave out the others.
+            root, suffix = Path(os.path.realpath(folder), "data"), "" if has_configs else ".txt"
+            mirror = {f"{name}{suffix}": b"" for name in data.values()} | {k.name: v for k, v in configs.items()}
+            for name, content in mirror.items():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_bytes(content)
+            found = datasets.load_dataset_builder(str(root), cache_dir=folder).config.data_files or {}
+        splits = {
+            str(split): {os.path.relpath(file, root).removesuffix(suffix) for file in files}
+            for split, files in found.items()
+        }
         others = {file: name for name, files in splits.items() for file in files if name != "train"}
         train = splits.get("train", set() if has_configs else {*data.values()} - {*others})
         if not train and len(splits) == 1:

@@ -569,6 +569,42 @@ def test_a_saved_dataset_without_a_train_split_asks(tmp_path, saved):
         FilesSource(saved)
 
 
+def test_saved_datasets_in_a_folder_of_other_files(saved, tmp_path):
+    """The train split of each is read. Splits among the other files are those of their names."""
+    import datasets
+
+    (tmp_path / "corpus").mkdir()
+    folder = saved.rename(tmp_path / "corpus" / "saved")
+    rows = datasets.Dataset.from_dict({"story": ["of one split"]})
+    rows.save_to_disk(str(tmp_path / "corpus" / "one"))
+    datasets.DatasetDict(test=rows).save_to_disk(str(tmp_path / "corpus" / "untrained"))
+    (tmp_path / "corpus" / "notes.csv").write_text("text\nfrom the notes\n")
+    (tmp_path / "corpus" / "test.csv").write_text("text\nof the test\n")
+    found, report = read(FilesSource(folder.parent))
+    assert sorted(text for _, text in found) == sorted(
+        ["from the notes", "of one split", *(f"story {i}" for i in range(30))]
+    )
+    named = dict(list(skips(report)))
+    assert named["saved/test"] == "not the train split; to read it, pass its folder"
+    assert named["test.csv"] == "in the split 'test', not in train"
+    assert "untrained: this saved dataset has no train split" in named["untrained"]
+    (folder / "train" / "state.json").unlink()
+    found, report = read(FilesSource(folder.parent))
+    assert len(found) == 2
+    ((_, reason),) = [skip for skip in skips(report) if skip[0] == "saved"]
+    assert reason.startswith(f"{folder}: not a dataset that 'datasets' can load")
+
+
+def test_datasets_saved_under_the_names_of_splits(tmp_path):
+    import datasets
+
+    for name in ("train", "test"):
+        datasets.Dataset.from_dict({"text": [f"of {name}"]}).save_to_disk(str(tmp_path / name))
+    found, report = read(FilesSource(tmp_path))
+    assert [text for _, text in found] == ["of train"]
+    assert dict(list(skips(report)))["test/data-00000-of-00001.arrow"] == "in the split 'test', not in train"
+
+
 def test_caches_and_older_shards_of_a_saved_dataset_are_not_its_rows(tmp_path):
     import datasets
 
