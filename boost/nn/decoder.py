@@ -5,7 +5,7 @@ Legend: B sequences, S tokens per sequence, V vocabulary size.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,17 @@ from boost.models.block import interleave
 from boost.models.fused import FusedModule, fused_params
 from boost.models.group import Flow
 from boost.models.init import initialize
+from boost.nn.plain import EMBEDDING, call, difference, has_global_hooks, refuse
 from boost.nn.spec import Spec, autocast_resolved
-from boost.nn.sublayers import Block, Weight, add_weight, as_spec
+from boost.nn.sublayers import (
+    OVER_TP,
+    Block,
+    add_module,
+    add_norm,
+    as_spec,
+    once_differentiable,
+    uninitialized_linear,
+)
 from boost.nn.weights import local_weight, no_sync, shard_weights, whole_weight
 
 
@@ -35,23 +44,28 @@ class Decoder(decoder.Decoder):
     and gradients are complete after `backward`. Weights depend only on (seed, parameter name), so they are equal on every mesh.
     """
 
-    embedding: Weight
+    embedding: nn.Embedding
     layers: nn.ModuleList
-    norm: Weight
-    lm_head: Weight
+    norm: nn.RMSNorm
+    lm_head: nn.Linear
 
     def __init__(self, spec: Spec | None = None, *, initialized: bool = True, **sizes: Any) -> None:
         """Built from a `Spec`, or from its arguments. With `initialized` = False, weights are left uninitialized, to be loaded.
         Raises ConfigError if the arguments are invalid."""
         FusedModule.__init__(self)
         self.spec = spec = as_spec(spec, sizes)
-        self.model, self.layout, self.compute_dtype = spec.model, spec.layout, spec.compute_dtype
+        self.model, self.layout = spec.model, spec.layout
         self.stage = whole(spec.model)
+        self._autocast_dtype: torch.dtype | None = None
+        self._batch = 1
+        """Number of sequences; generation packs them into one."""
+        table, head = architecture.embedding(spec.model), architecture.head(spec.model)
         with spec.allocation():
-            add_weight(self, spec, "embedding", architecture.embedding(spec.model))
+            rows = torch.empty(spec.local_shape(table))
+            add_module(self, spec, "embedding", nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows), table)
             self.layers = nn.ModuleList(Block(spec, n, _alone=False) for n in range(spec.model.layers))
-            add_weight(self, spec, "norm", architecture.final_norm(spec.model))
-            add_weight(self, spec, "lm_head", architecture.head(spec.model))
+            add_norm(self, spec, architecture.final_norm(spec.model))
+            add_module(self, spec, "lm_head", uninitialized_linear(spec, *reversed(spec.local_shape(head))), head)
         if initialized and spec.device.type != "meta":
             initialize(self, spec.seed)
         self._sums = shard_weights(self, spec)
@@ -64,15 +78,34 @@ class Decoder(decoder.Decoder):
 
     @property
     def embed(self) -> Tensor:  # type: ignore[override]
-        return local_weight(self.embedding)
+        return self._weight("embedding", nn.Embedding, EMBEDDING)
 
     @property
     def final_norm(self) -> Tensor:  # type: ignore[override]
-        return local_weight(self.norm)
+        return self._weight("norm", nn.RMSNorm, {"eps": self.model.norm_eps})
 
     @property
     def head(self) -> Tensor:  # type: ignore[override]
-        return local_weight(self.lm_head)
+        return self._weight("lm_head", nn.Linear, {})
+
+    def _weight(self, name: str, kind: type[nn.Module], options: dict[str, Any]) -> Any:
+        """The weight of a plain module, or else, for `OneProcess`, a function that calls the module."""
+        module = cast(nn.Module, self._modules[name])
+        what = difference(module, kind, **options)
+        if what is None and not (self.spec.tp.size == 1 and has_global_hooks()):
+            return local_weight(module)
+        if self.spec.tp.size > 1:
+            refuse(f"{name} {what}", OVER_TP)
+        batch = self._batch
+        return lambda x: call(module, x.unflatten(0, (batch, -1))).flatten(0, 1)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Dtype of activations: autocast's in its context, else the spec's or, if it has none, that of the weights."""
+        if dtype := self._autocast_dtype or self.spec.compute_dtype:
+            return dtype
+        weight = getattr(self.embedding, "weight", None)
+        return weight.dtype if weight is not None and weight.is_floating_point() else self.spec.dtype
 
     def forward(  # type: ignore[override]
         self,
@@ -86,30 +119,40 @@ class Decoder(decoder.Decoder):
         Args:
             tokens: [B, S] int64.
             targets: [B, S] int64, the token that follows each token; -100 excludes a position from the loss. None: returns logits.
-            document_ids: [B, S] int; a token attends only to earlier tokens in its own document.
+            document_ids: [B, S] int; a token attends only to earlier tokens in its own document, a run of equal ids.
             reduction: "mean" over targets, or "sum". Micro-batches with unequal numbers of targets need the sum: divide each loss
-                by the number of targets, `(targets != -100).sum()`, over all micro-batches and replicas in the step.
+                by the number of targets, `(targets != -100).sum()`, over all micro-batches and replicas in the step, and multiply
+                it by the number of replicas, over which DDP and FSDP2 average gradients.
 
         Returns:
             Logits [B, S, V] in compute_dtype, or the cross-entropy, a scalar in fp32 or wider, nats (per token). Under
             `torch.autocast`, its dtype replaces compute_dtype.
 
-        Raises ConfigError if the layout shards tokens and TP does not divide their number.
+        Raises ConfigError if the layout shards tokens and TP does not divide their number, or if something attached to a module
+        has no meaning over TP ranks; IndexError for targets outside the vocabulary (on GPUs, an assertion of the device).
         """
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction = '{reduction}' is unknown; valid values: mean, sum")
-        with autocast_resolved(tokens.device, self.spec.compute_dtype) as self.compute_dtype:
+        if self.spec.tp.size > 1 and self.embedding.weight is self.lm_head.weight:
+            raise ConfigError(
+                "lm_head.weight is embedding.weight: layouts shard them differently over TP ranks; untie them"
+            )
+        if targets is not None:
+            _check_targets(targets, self.model.vocab_size)
+        self._batch = tokens.shape[0]
+        with autocast_resolved(tokens.device, self.compute_dtype) as self._autocast_dtype:
             try:
                 if targets is not None:
                     total: Tensor = super().forward(tokens, targets, document_ids)
-                    return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp_min(1)
+                    loss = total if reduction == "sum" else total / (targets != IGNORED).sum().clamp_min(1)
+                    return once_differentiable(loss)
                 (part,) = self._parts(tokens, document_ids, (), False)
                 (stream,) = self._run_blocks(self.layout, [part])
                 flow = Flow(stream.x)
                 interleave([self.layout.head_input(flow, self.final_norm)])
-                return self.layout.all_logits(flow.x, self.head).view(*tokens.shape, -1)
+                return once_differentiable(self.layout.all_logits(flow.x, self.head).view(*tokens.shape, -1))
             finally:
-                self.compute_dtype = self.spec.compute_dtype  # generation reads it, outside of autocast
+                self._autocast_dtype, self._batch = None, 1  # generation reads them
 
     def _parts(self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: Any, halves: bool) -> Any:
         count, size = tokens_BS.numel(), self.spec.tp.size
@@ -132,3 +175,15 @@ class Decoder(decoder.Decoder):
         for fused in fused_params(self):
             (only,) = fused.slices
             yield only.parameter.name, whole_weight(fused.parameter.detach())
+
+
+def _check_targets(targets: Tensor, vocabulary: int) -> None:
+    """Raises IndexError as `F.cross_entropy` does or, where the host would have to wait for the values, asserts on the device."""
+    wrong = (targets >= vocabulary) | ((targets < 0) & (targets != IGNORED))
+    if type(targets) is Tensor and targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        if wrong.any():
+            raise IndexError(
+                f"target {int(targets[wrong][0])} is out of bounds: valid are 0 to {vocabulary - 1}, and {IGNORED}"
+            )
+    else:
+        torch._assert_async(~wrong.any(), f"a target is out of bounds: valid are 0 to {vocabulary - 1}, and {IGNORED}")

@@ -17,6 +17,7 @@ from boost.errors import ConfigError
 from boost.layouts import layouts_of, local_shape
 from boost.layouts.runtime import layout_for
 from boost.models.interface import Layout
+from boost.nn.plain import OneProcess
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.recompute import POLICIES
 
@@ -31,7 +32,7 @@ class Spec:
 
     Attributes: `model` (the sizes, a ModelConfig), `parallel` (the layout, a ParallelConfig), `layout` (its runtime), `tp` (the TP
     axis), `tp_mesh` (its DeviceMesh; None with one rank), `device`, `dtype` of the weights, and `compute_dtype` for
-    activations and GEMMs.
+    activations and GEMMs (None: the weights' dtype when the module is called).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Spec:
             recompute: activation checkpointing policy for every block, as in `train.recompute`.
             device: device of the weights (default: the mesh's, or torch's default).
             dtype: dtype of the weights (default: torch's default).
-            compute_dtype: dtype for activations and GEMMs (default: dtype).
+            compute_dtype: dtype for activations and GEMMs (default: that of the weights, also after `.double()` or `.half()`).
             seed: seed for the initial weights, which depend only on it and the parameter's name, and are equal on every mesh.
             fields: sizes (dim, heads, kv_heads, ffn_dim, rank, layers, vocab_size, ...) and other fields of [model], and options of
                 the layout (norm, grouping, overlap). ffn_dim defaults to 8/3 dim, rank to dim / 4.
@@ -72,7 +73,7 @@ class Spec:
             )
         self.seed = seed
         self.dtype = dtype or torch.get_default_dtype()
-        self.compute_dtype = compute_dtype or self.dtype
+        self.compute_dtype = compute_dtype
         if device is not None:
             self.device = torch.device(device)
         elif isinstance(mesh, DeviceMesh) and mesh.device_type != "cpu":
@@ -87,6 +88,8 @@ class Spec:
         self.parallel: ParallelConfig = config.parallel
         self.mesh = Mesh(self.device, {"tp": self.tp}, rank=self.tp.rank, size=self.tp.size)
         self.layout: Layout = layout_for(self.model, self.parallel, self.mesh)
+        if self.tp.size == 1:
+            self.layout = OneProcess(self.layout.spec, self.model, self.parallel, self.mesh)
 
     @contextmanager
     def allocation(self) -> Iterator[None]:
