@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from boost.api.sharding import fill, spec_of
+from boost.api.sharding import fill, restore, spec_of, traits
 from boost.config import Config, load
 from boost.config.architecture import Parameter
 from boost.config.load import change, from_tree, read_source
@@ -32,12 +32,15 @@ from boost.data.tokenizer import PlainText, continuation, parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.nn import Decoder
-from boost.train.checkpoint import PREFIX, find_checkpoint, finish_weights, open_checkpoint, read_checkpoint
+from boost.nn.weights import whole_weight
+from boost.train.checkpoint import PREFIX, Checkpoint, find_checkpoint, finish_weights, open_checkpoint, read_checkpoint
 from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
 
 FILE_BYTES = 5 * 10**9
 """Maximum size of a weight file."""
+TRAITS = "parameters"
+"""Key of the frozen and tied parameters in a checkpoint's data."""
 
 
 class Model(nn.Module):
@@ -80,7 +83,7 @@ class Model(nn.Module):
     def from_pretrained(cls, path: str | Path, *, untie: bool = False, **options: Any) -> "Model":
         """Loads a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
 
-        `untie`: load a tied embedding and head as two tensors. `options`: arguments of `boost.nn.Spec`, such as mesh and layout,
+        `untie`: load tied parameters as separate tensors. `options`: arguments of `boost.nn.Spec`, such as mesh and layout,
         which determine each process's shards. dtype defaults to that of the weights; float16 becomes float32. Raises BoostError.
         """
         path = Path(path)
@@ -93,7 +96,14 @@ class Model(nn.Module):
             weights.require_untied(untie, "untie=True")
             return cls._of(weights, options)
         path = _common_checkpoint(path, options.get("mesh"))
-        return read_checkpoint(path, lambda checkpoint: cls._of(CheckpointWeights(checkpoint), dict(options)))
+
+        def load(checkpoint: Checkpoint) -> Model:
+            model = cls._of(CheckpointWeights(checkpoint), dict(options))
+            recorded = checkpoint.data.get(TRAITS, {"frozen": [], "tied": []})
+            restore(model.decoder, {**recorded, "tied": [] if untie else recorded["tied"]})
+            return model
+
+        return read_checkpoint(path, load)
 
     @classmethod
     def _of(cls, weights: Weights, options: dict[str, Any]) -> "Model":
@@ -174,22 +184,26 @@ class Model(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         """Writes weights and tokenizer as a checkpoint for `boost train --start-from`, `eval`, `generate`, `export` and
-        `from_pretrained`. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, or StorageError.
+        `from_pretrained`, which freezes and ties the same parameters. Collective under TP; rank 0 writes.
+
+        Raises ConfigError if the folder exists, or if the model has more than weights, such as adapters; or StorageError.
         """
-        path, is_writer = Path(path), self._is_writer
+        path, is_writer, named = Path(path), self._is_writer, self.decoder.named_by_checkpoint()
         require_free(path, "path")  # on all ranks, so that none waits for a rank that raised an error
         self._barrier()
         with new_folder(path, "path") if is_writer else contextlib.nullcontext() as temporary:
             writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES) if temporary else None
-            for name, tensor in self.decoder.whole_parameters():
+            for name, parameter in named:
+                tensor = whole_weight(parameter.detach())
                 if writer:
                     writer.add(f"{PREFIX}{name}", tensor.cpu())
             if writer and temporary:
                 writer.close()
                 texts = [("tokenizer.json", self._tokenizer_json)] if self._tokenizer_json else []
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
+                data[TRAITS] = traits(named)
                 context = int(self._data.get("context") or self.config.train.seq_len)
-                model, dtype = self.decoder.model.model_dump(), dtype_name(self.decoder.spec.dtype)
+                model, dtype = self.decoder.model.model_dump(), dtype_name(named[0][1].dtype)
                 finish_weights(temporary, path.resolve(), weights_config(model, dtype, context), data, texts)
         self._barrier()
         return path

@@ -1,6 +1,7 @@
 """`parallelize`: shards modules of `boost.nn` over TP ranks."""
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from boost.config.families import ModelConfig
 from boost.errors import ConfigError
 from boost.models.fused import fused_params, local_slice
 from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
+from boost.nn.plain import require_stored
 from boost.nn.weights import storage
 
 Sharded = TypeVar("Sharded", bound=nn.Module)
@@ -32,7 +34,8 @@ def parallelize(
         layout: name of a layout, such as btp or btp-sp (default: the family's usual layout).
         options: the layout's options (norm, grouping, overlap), and recompute.
 
-    Raises ConfigError if the layout cannot shard these sizes over the mesh.
+    Frozen parameters stay frozen, and shared ones stay shared. Raises ConfigError if the layout cannot shard these sizes over the
+    mesh, or shards shared parameters differently, or if the module has more than weights, such as hooks or adapters.
     """
     if not isinstance(model, Decoder | Block | LowRankAttention | LowRankMLP):
         raise ConfigError(
@@ -50,10 +53,17 @@ def parallelize(
     if isinstance(model, Decoder):
         sharded = Decoder(over, initialized=False)
     else:
-        sharded = type(model)(over, model.attn.layer if isinstance(model, Block) else model.layer)
-    whole = {only.parameter.name: fused.parameter for fused in fused_params(model) for only in fused.slices}
+        kind = next(kind for kind in (Block, LowRankAttention, LowRankMLP) if isinstance(model, kind))
+        sharded = kind(over, model.attn.layer if isinstance(model, Block) else model.layer)
+    require_stored(model, sharded, is_copy=True)
+    paths = {parameter: path for path, parameter in sharded.named_parameters()}
+    names = [(fused.slices[0].parameter.name, paths[fused.parameter]) for fused in fused_params(sharded)]
+    whole = {name: model.get_parameter(path) for name, path in names}
     fill(sharded, lambda parameter: whole[parameter.name])
-    result: Sharded = sharded.train(model.training)
+    restore(sharded, traits(whole.items()))
+    for path, module in sharded.named_modules():
+        module.training = model.get_submodule(path).training
+    result: Sharded = sharded
     return result
 
 
@@ -69,3 +79,33 @@ def fill(module: Any, read: Callable[[Parameter], Tensor]) -> None:
     for fused in fused_params(module):
         (only,) = fused.slices
         storage(fused.parameter).copy_(local_slice(only.parameter, module.layout, read(only.parameter)))
+
+
+Traits = dict[str, list[Any]]
+"""What weights do not tell, by names in a checkpoint: "frozen" parameters, and "tied" ones, a list of names for each tensor."""
+
+
+def traits(named: Iterable[tuple[str, nn.Parameter]]) -> Traits:
+    """The traits of parameters with these names."""
+    frozen, names = [], defaultdict(list)
+    for name, parameter in named:
+        names[id(parameter)].append(name)
+        frozen.extend([] if parameter.requires_grad else [name])
+    return {"frozen": frozen, "tied": [tied for tied in names.values() if len(tied) > 1]}
+
+
+def restore(module: Any, traits: Traits) -> None:
+    """Freezes and ties the parameters of a new module. Raises ConfigError if its layout shards tied parameters differently."""
+    paths = {parameter: path for path, parameter in module.named_parameters()}
+    fused = {each.slices[0].parameter.name: each for each in fused_params(module)}
+    for name in traits["frozen"]:
+        fused[name].parameter.requires_grad_(False)
+    for first, *others in traits["tied"]:
+        for name in others:
+            if module.spec.tp.size > 1 and fused[name].placement != fused[first].placement:
+                raise ConfigError(
+                    f"{paths[fused[name].parameter]} is {paths[fused[first].parameter]}, but layout "
+                    f"{module.spec.parallel.layout} shards them differently over TP ranks; untie them first"
+                )
+            path, _, weight = paths[fused[name].parameter].rpartition(".")
+            setattr(module.get_submodule(path), weight, fused[first].parameter)

@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens per sequence, V vocabulary size.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
@@ -19,10 +20,9 @@ from boost.models.block import interleave
 from boost.models.fused import FusedModule, fused_params
 from boost.models.group import Flow
 from boost.models.init import initialize
-from boost.nn.plain import EMBEDDING, call, difference, has_global_hooks, refuse
+from boost.nn.plain import EMBEDDING, call, difference, is_read, require_stored
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.sublayers import (
-    OVER_TP,
     Block,
     add_module,
     add_norm,
@@ -92,10 +92,8 @@ class Decoder(decoder.Decoder):
         """The weight of a plain module, or else, for `OneProcess`, a function that calls the module."""
         module = cast(nn.Module, self._modules[name])
         what = difference(module, kind, **options)
-        if what is None and not (self.spec.tp.size == 1 and has_global_hooks()):
+        if is_read(what and f"{name} {what}", self.spec.tp.size):
             return local_weight(module)
-        if self.spec.tp.size > 1:
-            refuse(f"{name} {what}", OVER_TP)
         batch = self._batch
         return lambda x: call(module, x.unflatten(0, (batch, -1))).flatten(0, 1)
 
@@ -171,10 +169,20 @@ class Decoder(decoder.Decoder):
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name in a checkpoint, unsharded tensor) for every parameter. Collective under TP and FSDP2: all ranks must
-        iterate."""
-        for fused in fused_params(self):
-            (only,) = fused.slices
-            yield only.parameter.name, whole_weight(fused.parameter.detach())
+        iterate. Raises ConfigError if weights alone do not tell what this module computes, such as with adapters."""
+        for name, parameter in self.named_by_checkpoint():
+            yield name, whole_weight(parameter.detach())
+
+    def named_by_checkpoint(self) -> list[tuple[str, nn.Parameter]]:
+        """(name in a checkpoint, parameter), in forward order; a parameter that modules share has several names. Raises ConfigError
+        as `whole_parameters` does."""
+        spec = copy.copy(self.spec)
+        spec.device = torch.device("meta")
+        twin = Decoder(spec)
+        require_stored(self, twin, is_copy=False)
+        paths = {parameter: path for path, parameter in twin.named_parameters()}
+        each = [(fused.slices[0].parameter.name, paths[fused.parameter]) for fused in fused_params(twin)]
+        return [(name, self.get_parameter(path)) for name, path in each]
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:

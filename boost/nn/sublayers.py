@@ -23,7 +23,7 @@ from boost.models.interface import NOTHING_IN_FLIGHT, Layout
 from boost.models.kernels import gated_product, gemms, rotary
 from boost.models.latent_gate import LatentGate
 from boost.nn.linear import LowRankLinear
-from boost.nn.plain import call, difference, has_global_hooks, refuse
+from boost.nn.plain import call, difference, is_read
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.weights import local_weight, shard_weights
 from boost.parallel.recompute import POLICIES
@@ -135,8 +135,8 @@ class SeparateLinears(LinearGroup):
             return [call(linear, x_BSI) for linear in self.linears], ()
         for name, linear in zip(self._names, self.linears, strict=True):
             if what := self.linear_changed(linear):
-                refuse(
-                    f"{name} {what}", "does not know the latents of other blocks; change its factors A and B instead"
+                raise ConfigError(
+                    f"{name} {what}: family 'lax' passes latents from A and B to other blocks; change A or B instead"
                 )
         latents = [call(module, x_BSI).flatten(0, 1) for module in self.inner_modules]
         widths = [u.shape[-1] for u in latents]
@@ -217,10 +217,8 @@ class Sublayer(FusedModule):
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterable[None]:
         """Runs one part of a micro-batch through this sublayer."""
         what = self._changed()
-        if what is None and not (self.spec.tp.size == 1 and has_global_hooks()):
+        if is_read(what and f"layers.{self.layer}.{self.name}.{what}", self.spec.tp.size):
             return self.run_fused(layout, flow, context)
-        if self.spec.tp.size > 1:
-            refuse(f"layers.{self.layer}.{self.name}.{what}", OVER_TP)
         x_BSD = flow.x.view(context.batch, -1, flow.x.shape[-1])
         prev = flow.take(self.taken)
         x_BSD, latents = self.groups[0].policy.local(self.call_modules, x_BSD, prev, context)
@@ -254,9 +252,6 @@ class Run(NamedTuple):
     layout: Layout
     contexts: Sequence[Context]
     """One per part of the micro-batch."""
-
-
-OVER_TP = "no layout over several TP ranks calls; merge it, or change modules before they are sharded"
 
 
 def as_spec(spec: Spec | None, sizes: dict[str, Any]) -> Spec:
@@ -419,11 +414,12 @@ class Block(TransformerBlock):
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
         for sublayer, kind in ((self.attn, LowRankAttention), (self.mlp, LowRankMLP)):
             what = difference(sublayer, kind)
-            if what is None and (layout.halves or not has_global_hooks()):
+            if is_read(what, 1) or (what is None and layout.halves):
                 yield from sublayer.run(layout, flow, context)
                 continue
             if layout.halves:
-                refuse(f"layers.{self.layer_index}.{kind.name} {what}", "overlap = 'halves' does not call")
+                name = f"layers.{self.layer_index}.{kind.name}"
+                raise ConfigError(f"{name} {what}: overlap = 'halves' does not call it; attach it to the block")
             x = by_sequence(layout, flow.x, context.batch)
             made = sublayer(x, *flow.take(sublayer.taken), run=Run(layout, [context]))
             x, *latents = made if isinstance(made, tuple) else (made,)
@@ -436,7 +432,7 @@ class Block(TransformerBlock):
         if isinstance(arguments[0], Tensor):
             return super().__call__(*arguments, **options)
         layout, streams, contexts = arguments
-        if difference(self, Block) is None and not has_global_hooks():
+        if is_read(difference(self, Block), 1):
             return super().forward(layout, streams, contexts)
         each = zip(streams, contexts, strict=True)
         tensors = [
