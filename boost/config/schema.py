@@ -402,3 +402,7 @@ class Config(Section):
         are cast before the all-gather."""
         is_cast = self.train.compute_dtype != self.train.param_dtype
         return self.train.working_copies and is_cast and not self.shards_weights
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sections as dicts. peft asks a model's config for them."""
+        return self.model_dump()

@@ -70,8 +70,8 @@ class Decoder(FusedModule):
         """Sum of the cross-entropy (nats) or, with `teaching`, of the distillation loss over targets that are not -100;
         a scalar in fp32 or wider.
 
-        With document ids (int, [B, S]), tokens attend only within their own document. With a context axis, tokens and
-        targets are the local ones, [B, S / cp], and document ids cover whole sequences. A pipeline stage takes the
+        With document ids (int, [B, S]), tokens attend only within their own document, a run of equal ids. With a context axis,
+        tokens and targets are the local ones, [B, S / cp], and document ids cover whole sequences. A pipeline stage takes the
         outputs of the previous stage as `received`; every stage but the last returns (residual stream, *latents).
         """
         parts, streams = self._run_parts(tokens_BS, document_ids_BS, received)

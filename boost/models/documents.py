@@ -1,7 +1,6 @@
 """Attention within documents that skips the scores between documents.
 
-Legend: B sequences, S tokens in each, T = B * S, N documents, H query heads and K key/value heads on this process, E head
-width.
+Legend: B sequences, S tokens in each, T = B * S, N documents, H query and K key/value heads on this process, E head width.
 """
 
 import functools
@@ -173,7 +172,7 @@ def _causal_by_rows(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
 
 
 def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dtype, compiled: bool) -> Documents | None:
-    """Builds the documents for these ids. The host reads the ids, so they need not be on the device.
+    """Builds the documents, runs of equal ids. The host reads the ids, so they need not be on the device.
 
     Returns None if each sequence is one document, so that plain causal attention is enough; compiled code on CPUs skips this
     check.
@@ -197,9 +196,9 @@ def _starts(lengths: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    length = document_ids_BS.shape[1]
-    same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
-    allowed = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
+    runs_BS = F.pad(document_ids_BS.diff(dim=1) != 0, (1, 0)).cumsum(1)  # the same id may come again
+    same = runs_BS[:, None, :, None] == runs_BS[:, None, None, :]
+    allowed = same & same.new_ones(same.shape[-2:]).tril()
     # Use the activations' dtype: every block would convert a boolean mask and save the result.
     return torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
 

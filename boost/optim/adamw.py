@@ -88,11 +88,14 @@ class Optimizer:
     def launch(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
         """Performs the update with gradients divided by `divisor`, or skips the update if `skip` is 1.
 
-        Both are fp32 scalars on the parameters' device, and the host does not read them. Gradients are divided in place. If the
+        Both are scalars on the parameters' device, and the host does not read them. Gradients are divided in place. If the
         update turns out to have been skipped, call `take_back`.
         """
         set_learning_rate(self.adamw, rate)
-        self.adamw.grad_scale, self.adamw.found_inf = divisor, skip  # type: ignore[attr-defined]
+        if wide := [p.grad for p in self.moments if p.grad is not None and p.dtype == torch.float64]:
+            torch._foreach_div_(wide, divisor)
+        scale = None if wide else divisor.float()  # torch's kernel reads fp32
+        self.adamw.grad_scale, self.adamw.found_inf = scale, skip  # type: ignore[attr-defined]
         try:
             self.adamw.step()
         finally:

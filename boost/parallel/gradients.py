@@ -264,7 +264,7 @@ class LaunchedStats:
 
     @torch.no_grad()
     def for_update(self, max_norm: float) -> tuple[Tensor, Tensor]:
-        """Returns (divisor, skip), fp32 scalars on the device, for `Optimizer.launch`.
+        """Returns (divisor in fp64, skip in fp32), scalars on the device, for `Optimizer.launch`.
 
         Gradients divided by the divisor match those of `clip_gradients` up to rounding; the divisor is exactly 1 if there is
         nothing to scale. skip: 0 if the step `updates`, else 1.
@@ -276,7 +276,7 @@ class LaunchedStats:
         if max_norm:
             divisor = divisor * (norm / max_norm).clamp(min=1)
         sound = (loss_sum * scale).isfinite() & norm.isfinite() & (count > 0)
-        return divisor.float(), (~sound).float()
+        return divisor, (~sound).float()
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ from boost.models.documents import Documents, causal
 from tests import toy
 
 HEADS, KV_HEADS, WIDTH, BATCH, LENGTH = 4, 2, 8, 3, 24
-IDS = torch.tensor([[0] * 5 + [1] * 18 + [2], [7] * LENGTH, list(range(LENGTH))], dtype=torch.int32)
-"""Long and short documents, a document that fills its sequence, and documents of one token."""
+IDS = torch.tensor([[0] * 5 + [1] * 18 + [0], [7] * LENGTH, list(range(LENGTH))], dtype=torch.int32)
+"""Long and short documents, of which two have the same id, a document that fills its sequence, and documents of one token."""
 MODEL = toy.toy_config(model={"dim": HEADS * WIDTH, "heads": HEADS, "kv_heads": KV_HEADS}).model
 
 

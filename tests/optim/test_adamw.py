@@ -79,4 +79,11 @@ def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> N
     gradients(0.125)
     usual.step(2, 0.01)
     assert same(), "a power of two divides exactly"
+    gradients(0.5)
+    ours.launch(0.01, torch.tensor(3.3, dtype=torch.float64), zero)
+    gradients(0.5 / 3.3)
+    usual.step(3, 0.01)
+    close = {"rtol": 1e-14 if dtype == "float64" else 1e-6, "atol": 0.0}
+    for ours_, theirs in zip(ours.state_tensors(), usual.state_tensors(), strict=True):
+        torch.testing.assert_close(ours_, theirs, **close)
     ours.adamw.step()  # a launch leaves nothing behind that affects a plain step

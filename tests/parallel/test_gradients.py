@@ -200,7 +200,7 @@ def test_the_divisor_on_the_device_is_that_of_the_numbers(limit: float, count: i
     weight = torch.nn.Parameter(torch.zeros(3))
     weight.grad = torch.ones(3)
     gradients.clip_gradients([weight], launched.read(), limit)
-    assert (divisor.dtype, skip.dtype, skip.item()) == (torch.float32, torch.float32, float(count == 0))
+    assert (divisor.dtype, skip.dtype, skip.item()) == (torch.float64, torch.float32, float(count == 0))
     assert launched.read().updates == (count > 0)
     assert weight.grad[0].item() == pytest.approx(1 / divisor.item(), rel=1e-6)
     if count == 64 and limit != 0.5:
