@@ -26,6 +26,7 @@ def check(config: Config) -> None:
         config.distill.problems(config),
         _pipeline_problems(config),
         _recovery_problems(config),
+        graph_problems(config) if config.captures_passes else (),
     )
     for problem in problems:
         raise ConfigError(problem)
@@ -231,6 +232,28 @@ def _recovery_problems(config: Config) -> Iterator[str]:
         yield (
             f"{how} varies the number of micro-batches per replica, which parallel.schedule = '{parallel.schedule}' does not "
             "support; nearest valid value: '1f1b'"
+        )
+
+
+def graph_problems(config: Config) -> Iterator[str]:
+    """Why the passes of a step cannot be one CUDA graph."""
+    parallel, how = config.parallel, "train.cuda_graphs = 'on'"
+    if parallel.pp > 1:
+        yield f"{how} does not support pipelines, but parallel.pp = {parallel.pp}; set cuda_graphs = 'off', or pp = 1"
+    if config.data.isolate_documents:
+        yield (
+            f"{how} needs the same shapes in every step, but data.isolate_documents = true makes them depend on the documents; "
+            "set cuda_graphs = 'off', or isolate_documents = false"
+        )
+    if config.shards_weights:
+        yield (
+            f"{how} does not support gathered weights, but parallel.shard = '{parallel.shard}'; set cuda_graphs = 'off', or "
+            "shard = 'none'"
+        )
+    if config.run.recovery == "in-step":
+        yield (
+            f"{how} needs the same collectives in every step, but run.recovery = 'in-step' lets replicas leave; set cuda_graphs = "
+            "'off', or recovery = 'restart'"
         )
 
 

@@ -159,6 +159,11 @@ class TrainConfig(Section):
     block as one graph; this takes about a minute at startup, and collectives cannot overlap with the next block. auto: on GPUs,
     blocks if tp and cp are 1 and documents are not isolated, otherwise kernels; on CPUs, none. On CPUs, compiling needs g++."""
 
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """on: capture the forward and backward passes of a step, with their collectives, as a CUDA graph after three steps, and then
+    launch them with one call per step, so that no GPU waits for Python. Combines with every value of compile. Needs the same shapes
+    in every step. auto: as off, until a measurement shows where graphs are faster."""
+
     recompute: RecomputeName = "none"
     """Activation checkpointing: what each block recomputes in the backward pass. none: nothing. low-rank: everything except the
     latents, which are saved after their collectives, so no collective is repeated. low-rank+attention-output: like low-rank, but
@@ -395,6 +400,13 @@ class Config(Section):
             return "none"
         alone = self.parallel.tp == self.parallel.cp == 1 and not self.data.isolate_documents
         return "blocks" if alone else "kernels"
+
+    @property
+    def captures_passes(self) -> bool:
+        """Resolves train.cuda_graphs. auto captures nothing. What is known (benchmarks/gpu/h200.json) says where graphs could help:
+        a step of cola-350m takes 700 ms on an H200, but its kernels 508 ms by prediction; a `btp-sp` share of TP 4 at 7B takes 35.3
+        ms, but its kernels 29.4. No captured step has been timed, so nothing says that they do."""
+        return self.train.cuda_graphs == "on"
 
     @property
     def has_working_copies(self) -> bool:

@@ -32,6 +32,7 @@ from boost.parallel.mesh import Mesh, share
 from boost.parallel.pipeline import Pipeline
 from boost.parallel.weights import WorkingCopies, forget_gathered, last_backward
 from boost.train.checkpoint import Position
+from boost.train.graphs import captured_if_configured
 from boost.train.hardware import Moment, now
 from boost.train.model import HostBatch, Model, host_batch, to_device
 from boost.train.teacher import Teacher
@@ -59,6 +60,7 @@ class Stepper:
         self.config, self.mesh, self.model = config, mesh, model
         self.fused_params, self.reducer, self.optimizer = fused_params, reducer, optimizer
         self.copies = WorkingCopies(model, config, reducer.accumulated)
+        self.run_passes = captured_if_configured(self._run_passes, config, fused_params, mesh.device)
         self.prefetcher = Prefetcher(batches, config, mesh)
         self.teacher = Teacher(config, mesh) if config.distill.teacher else None
         self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
@@ -82,15 +84,19 @@ class Stepper:
         """
         data_step = position.step + position.skipped
         data = self.prefetcher.take(data_step, data_step + 1 if position.step + 1 < self.config.train.steps else None)
-        versions = self._versions()
-        self.reducer.begin(data.micro_batches)
+        loss = self.run_passes(data.batches, data.micro_batches)
+        text = None if self.teacher is None else self.teacher.cross_entropy / self.tokens
+        return Passes(position, self._versions(), lr, loss, data.targets, text)
+
+    def _run_passes(self, batches: Sequence[HostBatch], micro_batches: int) -> Tensor:
+        """The part of `passes` that is the same in every step and runs on the device: one CUDA graph if configured."""
+        self.reducer.begin(micro_batches)
         with self.copies.in_use():
             if self.teacher is not None:
                 self.teacher.cross_entropy.zero_()
-            loss = run_passes(self.model, data.batches, self.config, self.tokens, self.teacher)
+            loss = run_passes(self.model, batches, self.config, self.tokens, self.teacher)
         self.reducer.finish()
-        text = None if self.teacher is None else self.teacher.cross_entropy / self.tokens
-        return Passes(position, versions, lr, loss, data.targets, text)
+        return loss
 
     def is_current(self, passes: "Passes", position: Position) -> bool:
         """Whether `passes` are those of the step after `position` and no weight has changed since they were launched."""
@@ -133,8 +139,7 @@ def run_passes(
     """
     isolate = config.data.isolate_documents
     if isinstance(model, Pipeline) and batches:
-        (whole,) = batches
-        return model.backward(*to_device(whole, isolate, model.device), divisor)
+        return model.backward(*to_device(batches[0], isolate, model.device), divisor)
     total = torch.zeros((), dtype=torch.double, device=model.device)
     for number, batch in enumerate(batches, start=1):
         last_backward(model, number == len(batches), config.parallel)
@@ -144,9 +149,6 @@ def run_passes(
         loss.backward()
         total += loss.detach()
     return total
-
-
-# Data passed between the parts of a step.
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from boost.config import Config
+from boost.config.rules import graph_problems
 from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train import hardware
@@ -23,10 +24,11 @@ from boost.train.resume import resume_candidates
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import chosen, one_in
+from tests.recorded import recorded_graphs
 from tests.train.runs import RATE, losses, make_config, make_trainer, mask_step
 
-MODES = ("usual", "tensors", "ahead")
-"""As on CPUs; updates launched from tensors; and the passes of the next step ahead of the numbers, as on GPUs."""
+MODES = ("usual", "tensors", "ahead", "graphs")
+"""As on CPUs; updates launched from tensors; the passes of the next step ahead of the numbers, as on GPUs; and those captured."""
 
 
 class Diary(Hook):
@@ -112,7 +114,7 @@ class Act(Hook):
 
 
 def trainer_of(config: Config, mode: str, *hooks: Hook) -> Trainer:
-    trainer = make_trainer(config, *hooks, ahead=mode == "ahead")
+    trainer = make_trainer(config, *hooks, ahead=mode in ("ahead", "graphs"))
     trainer._stepper.from_tensors = mode != "usual"
     return trainer
 
@@ -132,14 +134,18 @@ def moved(config: Config, name: str) -> Config:
 def run(config: Config, mode: str, acts: Acts = (), resume: str | None = None) -> Diary:
     """What hooks saw, up to the end or the error of the run."""
     config, diary = moved(config, mode), Diary()
-    trainer = trainer_of(config, mode, *(Act(*act) for act in acts), diary, MetricsHook())
-    Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-    trainer.start(resume_candidates(resume, trainer.run))
-    try:
-        result = trainer.fit()
-        diary.seen.append((result.position, result.stopped_by, result.by_signal, result.evaluation))
-    except TrainingError as error:
-        diary.seen.append((str(error).replace(f"/{mode}/", "/"),))
+    if mode == "graphs":
+        config = config.changed(train={"cuda_graphs": "on"})
+    with recorded_graphs(warm_up=1) as graphs:
+        trainer = trainer_of(config, mode, *(Act(*act) for act in acts), diary, MetricsHook())
+        Path(config.run.dir).mkdir(parents=True, exist_ok=True)
+        trainer.start(resume_candidates(resume, trainer.run))
+        try:
+            result = trainer.fit()
+            diary.seen.append((result.position, result.stopped_by, result.by_signal, result.evaluation))
+        except TrainingError as error:
+            diary.seen.append((str(error).replace(f"/{mode}/", "/"),))
+    assert [graph.replays > 0 for graph in graphs] == [True] * (mode == "graphs")
     return diary
 
 
@@ -166,10 +172,10 @@ ACTIONS: list[Acts] = [
 def test_hooks_see_the_same_run(store: Path, tmp_path: Path, acts: Acts) -> None:
     """Same losses, weights, moments, counts, positions, evaluations, saves, rollbacks and errors, and byte-identical files."""
     found = runs(config_of(store, tmp_path, train=ROLLBACK if acts == (("ruin", 6),) else {}), acts)
-    assert found["ahead"] == found["tensors"] == found["usual"]
-    files = [contents(tmp_path / mode) for mode in MODES]
-    assert files[0] == files[1] == files[2]
-    assert len(files[0]) > 1
+    for mode in MODES[1:]:
+        assert found[mode] == found["usual"], mode
+        assert contents(tmp_path / mode) == contents(tmp_path / "usual"), mode
+    assert len(contents(tmp_path / "usual")) > 1
 
 
 def contents(run: Path) -> dict[str, Any]:
@@ -183,7 +189,7 @@ def contents(run: Path) -> dict[str, Any]:
 def test_with_clipping_only_the_last_bits_differ(store: Path, tmp_path: Path) -> None:
     """An fp32 divisor gives the same result whenever it is launched, but rounds differently from an fp64 factor on the host."""
     found = runs(config_of(store, tmp_path, clip=0.05, dtype="float32"))
-    assert found["ahead"] == found["tensors"]
+    assert found["graphs"] == found["ahead"] == found["tensors"]
     seen = [losses(tmp_path / mode) for mode in MODES]
     norms = [line["gradient_norm"] for line in read_metrics(tmp_path / "usual/metrics.jsonl") if line["kind"] == "step"]
     assert min(norms) > 0.05 and len(seen[0]) == 8
@@ -213,22 +219,24 @@ def test_processes_replicas_and_stages_see_the_same_run(
     config = config_of(store, tmp_path, parallel=parallel, train=train)
     toy.skip_what_torch_cannot(config)
     for seen, passes in run_distributed(2, modes_agree, config, acts):
-        assert seen["ahead"] == seen["tensors"] == seen["usual"]
+        assert all(seen[mode] == seen["usual"] for mode in seen)
         assert "shard" not in parallel or passes == 6
 
 
 def modes_agree(config: Config, acts: Acts) -> tuple[dict[str, list[Any]], int]:
     """What hooks saw in each mode, and the number of backward passes ahead."""
-    diaries = {mode: run(config, mode, acts) for mode in MODES}
+    modes = [mode for mode in MODES if mode != "graphs" or not any(graph_problems(config))]
+    diaries = {mode: run(config, mode, acts) for mode in modes}
     passes = [name for name, _ in diaries["ahead"].order].count("after_backward")
     return {mode: diary.seen for mode, diary in diaries.items()}, passes
 
 
-def test_a_run_goes_on_ahead_to_the_bit(store: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["ahead", "graphs"])
+def test_a_run_goes_on_to_the_bit(store: Path, tmp_path: Path, mode: str) -> None:
     config = config_of(store, tmp_path)
     whole = run(config, "usual").seen[-1]
-    run(config, "ahead", (("late stop", 4),))
-    again = run(config, "ahead", resume="auto")
+    run(config, mode, (("late stop", 4),))
+    again = run(config, mode, resume="auto")
     assert again.order[0] == ("before_step", 6) and again.seen[-1] == whole
 
 

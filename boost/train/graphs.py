@@ -1,0 +1,128 @@
+"""The passes of a step as one CUDA graph: the host records what a step launches, once, and then launches all of it in one call.
+
+A graph repeats the same operations on the same memory. Micro-batches are therefore copied to tensors that stay where they are.
+Weights are updated in place. The loss and the gradients are in the graph's memory pool, where each replay overwrites them.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from boost.config import Config
+from boost.config.rules import graph_problems
+from boost.errors import ConfigError, TrainingError
+from boost.models.fused import FusedParam
+from boost.train.model import HostBatch
+
+log = logging.getLogger("boost")
+
+WARM_UP = 3
+"""Steps before the capture: they compile kernels, choose them by timing, and create communicators. torch's
+make_graphed_callables and Megatron-LM use three, too."""
+
+RunPasses = Callable[[Sequence[HostBatch], int], Tensor]
+"""Runs the passes on batches (on the host or the device) of so many micro-batches. Sets the gradients and returns the loss."""
+
+
+class Graph(Protocol):
+    """Operations that are recorded once and run many times."""
+
+    def capture(self) -> AbstractContextManager[None]:
+        """Context manager that records what this process launches, without running it."""
+
+    def replay(self) -> None:
+        """Launches everything recorded, on the current stream."""
+
+
+class CudaGraph:
+    """torch's CUDA graph, with its own memory pool. Captures on a side stream."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self) -> AbstractContextManager[None]:
+        """See `Graph`."""
+        # By default, a capture fails if another thread queries an event or pins memory meanwhile, as the prefetcher does.
+        return torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+
+    def replay(self) -> None:
+        """See `Graph`."""
+        self._graph.replay()
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph}
+"""Graphs by device type."""
+
+
+class CapturedPasses:
+    """Captures passes after WARM_UP steps and replays them from then on. They are captured again if a shape changes or a weight
+    moves. A replay runs none of the passes' Python code, such as hooks on modules."""
+
+    def __init__(self, passes: RunPasses, fused_params: Sequence[FusedParam], device: torch.device) -> None:
+        self._passes, self._fused_params, self._device = passes, fused_params, device
+        self._captured_for: list[object] = []
+        """Shapes of the batches and addresses of the weights."""
+        self._warm_up = 0
+        """Steps left before the capture."""
+        self._graph: Graph | None = None
+        self._inputs: list[HostBatch] = []
+        self._gradients: list[Tensor | None] = []
+        self._loss = torch.empty(0)
+
+    def __call__(self, batches: Sequence[HostBatch], micro_batches: int) -> Tensor:
+        """Like the passes. A later call overwrites the loss and the gradients. Raises TrainingError if a capture fails."""
+        needed = [*(batch.tokens.shape for batch in batches), *(f.tensor.data_ptr() for f in self._fused_params)]
+        if needed != self._captured_for:
+            self._captured_for, self._warm_up, self._graph = needed, WARM_UP, None
+        if self._warm_up:
+            self._warm_up -= 1
+            return self._passes(batches, micro_batches)
+        if self._graph is None:
+            self._graph = self._capture(batches, micro_batches)
+        for inputs, batch in zip(self._inputs, batches, strict=True):
+            for static, x in zip(inputs, batch, strict=True):
+                static.copy_(x, non_blocking=True)
+        for fused, gradient in zip(self._fused_params, self._gradients, strict=True):
+            fused.tensor.grad = gradient
+        self._graph.replay()
+        return self._loss
+
+    def _capture(self, batches: Sequence[HostBatch], micro_batches: int) -> Graph:
+        self._inputs = [HostBatch(*(torch.empty_like(x, device=self._device) for x in batch)) for batch in batches]
+        for fused in self._fused_params:
+            fused.tensor.grad = None
+        gc.collect()  # so that reference cycles hold no memory of the last steps
+        graph = GRAPHS[self._device.type]()
+        try:
+            with graph.capture():
+                self._loss = self._passes(self._inputs, micro_batches)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise TrainingError(
+                f"train.cuda_graphs = 'on': the passes of a step cannot be captured ({reason}); set it to 'off'"
+            ) from error
+        self._gradients = [fused.tensor.grad for fused in self._fused_params]
+        return graph
+
+
+def captured_if_configured(
+    passes: RunPasses, config: Config, fused_params: Sequence[FusedParam], device: torch.device
+) -> RunPasses:
+    """The passes, captured as train.cuda_graphs says. Raises ConfigError if they should be but cannot be."""
+    problem = next(graph_problems(config), "")
+    if device.type not in GRAPHS:
+        problem = f"train.cuda_graphs = 'on' needs a GPU, but the device is '{device.type}'; set it to 'off'"
+    if config.captures_passes and problem:
+        raise ConfigError(problem)
+    if config.captures_passes:
+        return CapturedPasses(passes, fused_params, device)
+    if config.train.cuda_graphs == "auto" and device.type in GRAPHS:
+        log.info("no CUDA graphs: %s", problem or "train.cuda_graphs = 'auto' does not use them")
+    return passes
