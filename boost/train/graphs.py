@@ -103,8 +103,8 @@ class CapturedPasses:
                 self._loss = self._passes(self._inputs, micro_batches)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
+        except RuntimeError as error:  # torch raises a second one when the capture ends
+            reason = str(error.__context__ or error).strip().partition("\n")[0]
             raise TrainingError(
                 f"train.cuda_graphs = 'on': the passes of a step cannot be captured ({reason}); set it to 'off'"
             ) from error

@@ -1,9 +1,11 @@
-// NCCL between processes of one machine, through shared memory. Every call runs to its end in the thread that makes it;
-// real NCCL runs it later, on a stream. So orders of calls that may deadlock on GPUs do so here, and there are no races
+// NCCL between processes of one machine, through shared memory. Every call runs to its end in the thread that makes it, or
+// in the one that launches the graph; real NCCL runs it later, on a stream. So orders of calls that may deadlock on GPUs do so here, and there are no races
 // between streams.
 //
 //   SOFTGPU_DIR   folder of this launch. Every communicator has a file, `ID`, that its processes map; every process has
 //                 a log, `calls.PID`, a line per call: communicator, rank, size, call, elements, dtype, peer or root
+
+#include "streams.h"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -156,7 +158,7 @@ int reduce(const Communicator* c, void* result, size_t offset, size_t count, int
 }
 
 // Messages. A box holds one, so a send waits until the one before it was received.
-struct Message { bool sends; void* data; size_t bytes; int peer; Communicator* c; };
+struct Message { bool sends; void* data; size_t bytes; int peer; Communicator* c; void* stream; };
 thread_local int open_groups = 0;
 thread_local std::vector<Message> grouped;
 
@@ -172,9 +174,7 @@ bool passes(const Message& m) {
 }
 
 // All messages of a group in any order, but for those between the same two processes.
-void exchange() {
-    std::vector<Message> left;
-    left.swap(grouped);
+int exchange(std::vector<Message> left) {
     while (!left.empty()) {
         wait_until(left.front().c, "a message", [&] {
             std::vector<Message> kept;
@@ -187,16 +187,22 @@ void exchange() {
             left.swap(kept);
             return moved;
         });
-        if (!left.empty() && left.front().c->aborted) return;
+        if (!left.empty() && left.front().c->aborted) break;
     }
+    return SUCCESS;
+}
+
+int launch_messages() {
+    std::vector<Message> all;
+    all.swap(grouped);
+    return all.empty() ? int(SUCCESS) : launched(all.front().stream, [=] { return exchange(all); });
 }
 
 int message(Message m, size_t count, int dtype) {
     record(m.c, m.sends ? "send" : "recv", count, dtype, m.peer);
     if (m.bytes > SLOT) return complain("a message is larger than a slot");
     grouped.push_back(m);
-    if (!open_groups) exchange();
-    return SUCCESS;
+    return open_groups ? int(SUCCESS) : launch_messages();
 }
 
 int make(Communicator** result, int size, uint64_t id, int rank) {
@@ -272,56 +278,68 @@ EXPORT int ncclRedOpDestroy(int, Communicator*) { return SUCCESS; }
 
 EXPORT int ncclGroupStart() { open_groups++; return SUCCESS; }
 EXPORT int ncclGroupEnd() {
-    if (--open_groups == 0) exchange();
-    return SUCCESS;
+    return --open_groups ? int(SUCCESS) : launch_messages();
 }
-EXPORT int ncclSend(const void* data, size_t count, int dtype, int peer, Communicator* c, void*) {
-    return message({true, const_cast<void*>(data), count * bytes_of(dtype), peer, c}, count, dtype);
+EXPORT int ncclSend(const void* data, size_t count, int dtype, int peer, Communicator* c, void* stream) {
+    return message({true, const_cast<void*>(data), count * bytes_of(dtype), peer, c, stream}, count, dtype);
 }
-EXPORT int ncclRecv(void* data, size_t count, int dtype, int peer, Communicator* c, void*) {
-    return message({false, data, count * bytes_of(dtype), peer, c}, count, dtype);
+EXPORT int ncclRecv(void* data, size_t count, int dtype, int peer, Communicator* c, void* stream) {
+    return message({false, data, count * bytes_of(dtype), peer, c, stream}, count, dtype);
 }
-EXPORT int ncclAllReduce(const void* in, void* out, size_t count, int dtype, int operation, Communicator* c, void*) {
-    record(c, operation == SUM ? "all-reduce" : "all-reduce-other", count, dtype);
-    return collective(c, "all-reduce", in, count * bytes_of(dtype),
-                      [&] { return reduce(c, out, 0, count, dtype, operation); });
+EXPORT int ncclAllReduce(const void* in, void* out, size_t count, int dtype, int operation, Communicator* c,
+                         void* stream) {
+    return launched(stream, [=] {
+        record(c, operation == SUM ? "all-reduce" : "all-reduce-other", count, dtype);
+        return collective(c, "all-reduce", in, count * bytes_of(dtype),
+                          [&] { return reduce(c, out, 0, count, dtype, operation); });
+    });
 }
 EXPORT int ncclReduceScatter(const void* in, void* out, size_t count, int dtype, int operation, Communicator* c,
-                             void*) {
-    record(c, operation == SUM ? "reduce-scatter" : "reduce-scatter-other", count, dtype);
-    size_t bytes = count * bytes_of(dtype);
-    return collective(c, "reduce-scatter", in, bytes * c->size,
-                      [&] { return reduce(c, out, bytes * c->rank, count, dtype, operation); });
+                             void* stream) {
+    return launched(stream, [=] {
+        record(c, operation == SUM ? "reduce-scatter" : "reduce-scatter-other", count, dtype);
+        size_t bytes = count * bytes_of(dtype);
+        return collective(c, "reduce-scatter", in, bytes * c->size,
+                          [&] { return reduce(c, out, bytes * c->rank, count, dtype, operation); });
+    });
 }
 EXPORT int ncclReduce(const void* in, void* out, size_t count, int dtype, int operation, int root, Communicator* c,
-                      void*) {
-    record(c, "reduce", count, dtype, root);
-    return collective(c, "reduce", in, count * bytes_of(dtype),
-                      [&] { return c->rank == root ? reduce(c, out, 0, count, dtype, operation) : SUCCESS; });
-}
-EXPORT int ncclAllGather(const void* in, void* out, size_t count, int dtype, Communicator* c, void*) {
-    record(c, "all-gather", count, dtype);
-    size_t bytes = count * bytes_of(dtype);
-    return collective(c, "all-gather", in, bytes, [&] {
-        for (int rank = 0; rank < c->size; rank++)
-            std::memcpy(static_cast<char*>(out) + bytes * rank, c->slot(rank), bytes);
-        return SUCCESS;
+                      void* stream) {
+    return launched(stream, [=] {
+        record(c, "reduce", count, dtype, root);
+        return collective(c, "reduce", in, count * bytes_of(dtype),
+                          [&] { return c->rank == root ? reduce(c, out, 0, count, dtype, operation) : SUCCESS; });
     });
 }
-EXPORT int ncclAlltoAll(const void* in, void* out, size_t count, int dtype, Communicator* c, void*) {
-    record(c, "all-to-all", count, dtype);
-    size_t bytes = count * bytes_of(dtype);
-    return collective(c, "all-to-all", in, bytes * c->size, [&] {
-        for (int rank = 0; rank < c->size; rank++)
-            std::memcpy(static_cast<char*>(out) + bytes * rank, c->slot(rank) + bytes * c->rank, bytes);
-        return SUCCESS;
+EXPORT int ncclAllGather(const void* in, void* out, size_t count, int dtype, Communicator* c, void* stream) {
+    return launched(stream, [=] {
+        record(c, "all-gather", count, dtype);
+        size_t bytes = count * bytes_of(dtype);
+        return collective(c, "all-gather", in, bytes, [&] {
+            for (int rank = 0; rank < c->size; rank++)
+                std::memcpy(static_cast<char*>(out) + bytes * rank, c->slot(rank), bytes);
+            return SUCCESS;
+        });
     });
 }
-EXPORT int ncclBroadcast(const void* in, void* out, size_t count, int dtype, int root, Communicator* c, void*) {
-    record(c, "broadcast", count, dtype, root);
-    size_t bytes = count * bytes_of(dtype);
-    return collective(c, "broadcast", c->rank == root ? in : nullptr, bytes,
-                      [&] { return std::memcpy(out, c->slot(root), bytes) ? SUCCESS : SYSTEM_ERROR; });
+EXPORT int ncclAlltoAll(const void* in, void* out, size_t count, int dtype, Communicator* c, void* stream) {
+    return launched(stream, [=] {
+        record(c, "all-to-all", count, dtype);
+        size_t bytes = count * bytes_of(dtype);
+        return collective(c, "all-to-all", in, bytes * c->size, [&] {
+            for (int rank = 0; rank < c->size; rank++)
+                std::memcpy(static_cast<char*>(out) + bytes * rank, c->slot(rank) + bytes * c->rank, bytes);
+            return SUCCESS;
+        });
+    });
+}
+EXPORT int ncclBroadcast(const void* in, void* out, size_t count, int dtype, int root, Communicator* c, void* stream) {
+    return launched(stream, [=] {
+        record(c, "broadcast", count, dtype, root);
+        size_t bytes = count * bytes_of(dtype);
+        return collective(c, "broadcast", c->rank == root ? in : nullptr, bytes,
+                          [&] { return std::memcpy(out, c->slot(root), bytes) ? SUCCESS : SYSTEM_ERROR; });
+    });
 }
 EXPORT int ncclBcast(void* data, size_t count, int dtype, int root, Communicator* c, void* stream) {
     return ncclBroadcast(data, data, count, dtype, root, c, stream);

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -24,7 +25,9 @@ from boost.measure.steps import Stepper
 from boost.models import kernels
 from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
 from boost.parallel.weights import require_torch
+from boost.train.graphs import WARM_UP, CapturedPasses
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
+from boost.train.step import Stepper as TrainingStepper
 from tests.matrices import ONE_EACH
 from tests.toy import CPU, toy_config
 
@@ -63,6 +66,31 @@ def losses(cells: str, out: str) -> None:
     close_mesh()
 
 
+def graphs(cells: str, out: str) -> None:
+    """Trains each configuration (by name, as trees) with and without CUDA graphs, on all processes of this launch. Writes the
+    names of those whose losses, gradient norms or weights differ in any bit."""
+    world = open_mesh(ParallelConfig(layout="single", dp=world_size()), "cuda", timeout_s=600)
+    different: list[str] = []
+    for name, tree in json.loads(Path(cells).read_text()).items():
+        config, seen = from_tree(tree), []
+        for each in (config, config.changed(train={"cuda_graphs": "on"})):
+            with temporary_groups():
+                model = TrainedModel(each, mesh_of(each.parallel, world.device), 20)
+                seen.append((model.numbers, [value.tolist() for value in model.seen().weights.values()]))
+        require_captured(model.stepper)
+        different += [name] * (seen[0] != seen[1])
+    of_all: list[Any] = [None] * world.size
+    dist.all_gather_object(of_all, different)
+    if world.is_main:
+        Path(out).write_text(json.dumps([name for each in of_all for name in each]))
+    world.barrier()
+    close_mesh()
+
+
+def require_captured(stepper: TrainingStepper) -> None:
+    assert isinstance(stepper.run_passes, CapturedPasses) and stepper.run_passes._graph is not None
+
+
 def small(model: dict[str, Any], parallel: dict[str, Any], dtype: str = "bfloat16", **sections: Any) -> Config:
     """A configuration for programs without emulation, whose kernels do nothing: large enough for FlashAttention."""
     train = {"micro_batch": 2, "global_batch": 4, "seq_len": 64, "compile": "none", **sections.pop("train", {})}
@@ -98,6 +126,59 @@ def synchronizations() -> None:
             torch.cuda.set_sync_debug_mode("error")
             stepper._launch()
             torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(part: str) -> None:
+    """Fails if the passes of a step cannot be captured, or if a replay waits for the GPU, in any layout."""
+    for config in launched_configs() if part == "none" else [small(*each) for each in ONE_EACH[:2]]:
+        if config.data.isolate_documents:
+            continue
+        with one_rank(config.changed(train={"cuda_graphs": "on", "compile": part})) as stepper:
+            for _ in range(WARM_UP + 1):
+                stepper._launch()
+            require_captured(stepper._training)
+            torch.cuda.set_sync_debug_mode("error")
+            stepper._launch()
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def faulty(fault: str) -> None:
+    """Trains on one GPU with a fault in the passes, and prints whether the captured ones compute the same."""
+    config = toy_config("float32", train={"compile": "none"})
+    config, usual = alone(config), TrainingStepper._run_passes
+    side, kept = torch.cuda.Stream(), [torch.ones(2**20, device=GPU)]
+
+    def run_passes(stepper: TrainingStepper, *arguments: Any) -> Tensor:
+        loss, here = usual(stepper, *arguments), torch.cuda.current_stream()
+        if fault == "host read":
+            loss.item()
+        elif fault == "host copy":
+            loss.copy_(torch.ones(()))
+        elif fault == "waits for the legacy stream":
+            here.wait_stream(torch.cuda.default_stream())
+        elif fault == "freed input":
+            loss += kept[0][0] - 1
+        elif fault == "memory outside the pool":
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                more = torch.ones(2**20, device=GPU)
+            loss += more[0]
+        elif fault in ("unjoined", "race"):
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                more = loss + 1
+            if fault == "race":
+                loss += more
+                here.wait_stream(side)
+        return loss
+
+    TrainingStepper._run_passes = run_passes  # type: ignore[method-assign]
+    plain, captured = (
+        TrainedModel(config.changed(train={"cuda_graphs": graphs}), Mesh(GPU), WARM_UP + 3) for graphs in ("off", "on")
+    )
+    print("equal" if plain.numbers == captured.numbers else "different")
+    kept.clear()
+    torch.cuda.empty_cache()
+    captured.step(0)
 
 
 def deterministic() -> None:
@@ -141,7 +222,8 @@ def reductions() -> None:
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (losses, synchronizations, deterministic, compiled, reductions)
+    function.__name__: function
+    for function in (losses, graphs, synchronizations, captured, faulty, deterministic, compiled, reductions)
 }
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 // The CUDA runtime, driver and cuBLAS of a machine without a GPU: preloaded, they report H100s to PyTorch's CUDA build.
 //
 // Memory of the "devices" is host memory. Copies and fills happen at once, in the calling thread. Kernels do nothing:
-// launches return success, and site/emulate.py computes ATen's operations on the same bytes instead. Streams are
-// numbers, and events are times of the host. nccl.cpp has the collectives, nothing.c what needs only to succeed.
+// launches return success, and site/emulate.py computes ATen's operations on the same bytes instead. streams.cpp has
+// streams, events and graphs, nccl.cpp the collectives, nothing.c what needs only to succeed.
+
+#include "streams.h"
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -33,6 +34,7 @@ struct Allocation { size_t bytes; cudaMemoryType type; int device; };
 std::map<char*, Allocation> allocations;
 
 cudaError_t allocate(void** result, size_t bytes, cudaMemoryType type) {
+    if (int error = unsafe_call()) return cudaError_t(error);
     has_context[current_device] = true;
     bytes = bytes ? (bytes + PAGE - 1) / PAGE * PAGE : PAGE;
     // Pages that nobody touches take no memory, so that allocations of a GPU's size succeed on small machines.
@@ -46,6 +48,7 @@ cudaError_t allocate(void** result, size_t bytes, cudaMemoryType type) {
 
 cudaError_t release(void* start) {
     if (!start) return cudaSuccess;
+    if (int error = unsafe_call()) return cudaError_t(error);
     std::lock_guard<std::mutex> guard(allocations_lock);
     auto found = allocations.find(static_cast<char*>(start));
     if (found == allocations.end()) return cudaErrorInvalidValue;
@@ -54,15 +57,7 @@ cudaError_t release(void* start) {
     return cudaSuccess;
 }
 
-cudaError_t make_stream(cudaStream_t* stream) {
-    static std::atomic<size_t> last{0x1000};
-    *stream = reinterpret_cast<cudaStream_t>(last += 16);
-    return cudaSuccess;
-}
-
-struct Event { std::chrono::steady_clock::time_point time; };
-
-Event* event_of(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
+int nothing() { return 0; }
 
 // What Triton and torch ask of an H100, by numbers that runtime and driver share. Other attributes are flags: 1.
 int attribute(int number) {
@@ -128,46 +123,7 @@ EXPORT cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
     *total = MEMORY, *available = MEMORY - (1 << 30);
     return cudaSuccess;
 }
-EXPORT const char* cudaGetErrorString(cudaError_t) { return "an error of the software GPU"; }
 EXPORT const char* cudaGetErrorName(cudaError_t) { return "cudaErrorSoftwareGpu"; }
-
-// Streams and events: whatever was launched is done.
-
-EXPORT cudaError_t cudaStreamCreate(cudaStream_t* stream) { return make_stream(stream); }
-EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return make_stream(stream); }
-EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                            cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-    *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
-    return cudaSuccess;
-}
-EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void* data, unsigned) {
-    call(stream, cudaSuccess, data);
-    return cudaSuccess;
-}
-EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void* data) { call(data); return cudaSuccess; }
-EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-    *event = reinterpret_cast<cudaEvent_t>(new Event{});
-    return cudaSuccess;
-}
-EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-    event_of(event)->time = std::chrono::steady_clock::now();
-    return cudaSuccess;
-}
-EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
-    return cudaEventRecord(event, stream);
-}
-EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begun, cudaEvent_t end) {
-    *ms = std::chrono::duration<float, std::milli>(event_of(end)->time - event_of(begun)->time).count();
-    return cudaSuccess;
-}
-EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { delete event_of(event); return cudaSuccess; }
 
 // Memory.
 
@@ -192,20 +148,20 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const 
     if (allocation.type == cudaMemoryTypeHost) found->hostPointer = address;
     return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-    std::memmove(to, from, bytes);
-    return cudaSuccess;
+EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    return cudaError_t(launched(stream, [=] { std::memmove(to, from, bytes); return 0; }));
 }
-EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
-    return cudaMemcpy(to, from, bytes, kind);
+EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    int error = unsafe_call();
+    return error ? cudaError_t(error) : cudaMemcpyAsync(to, from, bytes, kind, nullptr);
 }
-EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
-    return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
 }
-EXPORT cudaError_t cudaMemset(void* to, int value, size_t bytes) { std::memset(to, value, bytes); return cudaSuccess; }
-EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
-    return cudaMemset(to, value, bytes);
+EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+    return cudaError_t(launched(stream, [=] { std::memset(to, value, bytes); return 0; }));
 }
+EXPORT cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
 EXPORT cudaError_t cudaGetSymbolAddress(void** address, const void*) {
     static char symbols[1 << 16];
     *address = symbols;
@@ -222,6 +178,12 @@ EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*
 
 // Kernels of torch's own libraries, which do nothing.
 
+EXPORT cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
+    return cudaError_t(launched(stream, nothing));
+}
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
+    return cudaError_t(launched(config->stream, nothing));
+}
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
     std::memset(found, 0, sizeof *found);
     found->maxThreadsPerBlock = 1024, found->numRegs = 32, found->ptxVersion = found->binaryVersion = 90;
@@ -237,6 +199,7 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* b
 // The driver, which Triton loads as libcuda.so.1: this library too. Modules and functions are any pointer but null.
 
 namespace {
+struct Launch { unsigned grid[3], block[3], shared_bytes; void* stream; };  // CUlaunchConfig begins so
 int give(void** result) { *result = reinterpret_cast<void*>(0x70); return 0; }
 }  // namespace
 
@@ -251,8 +214,15 @@ EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) 
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int) { return give(context); }
 EXPORT int cuCtxGetCurrent(void** context) { return give(context); }
 EXPORT int cuCtxGetDevice(int* device) { *device = current_device; return 0; }
-EXPORT int cuStreamIsCapturing(void*, int* status) { *status = 0; return 0; }
 EXPORT int cuCtxGetLimit(size_t* value, int) { *value = 0; return 0; }
+EXPORT int cuStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+    return cudaStreamIsCapturing(stream, status);
+}
+EXPORT int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
+                          void**, void**) {
+    return launched(stream, nothing);
+}
+EXPORT int cuLaunchKernelEx(const Launch* launch, void*, void**, void**) { return launched(launch->stream, nothing); }
 EXPORT int cuModuleLoad(void** module, const char*) { return give(module); }
 EXPORT int cuModuleLoadData(void** module, const void*) { return give(module); }
 EXPORT int cuModuleLoadDataEx(void** module, const void*) { return give(module); }

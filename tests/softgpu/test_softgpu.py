@@ -5,7 +5,7 @@ how they are launched and built. docs/verify.md says what this shows, and what i
 """
 
 import json
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,24 @@ def test_meshes_train_to_the_losses_of_the_cpu(run: Run, tmp_path: Path, process
     assert_equal_to_the_cpu(run, tmp_path, processes, cells)
 
 
+def test_captured_passes_train_to_the_same_bits(run: Run, tmp_path: Path) -> None:
+    """On two processes, with NCCL's collectives in the graph, which runs its operations in another order than recorded."""
+    meshes: list[tuple[Row, str]] = [
+        ({"layout": "btp", "tp": 2}, "none"),
+        ({"layout": "btp-sp", "tp": 2, "overlap": "halves"}, "low-rank-sharded"),
+        ({"layout": "megatron-sp", "tp": 2}, "full-block"),
+        ({"layout": "btp", "dp": 2}, "low-rank"),
+        ({"layout": "btp", "cp": 2}, "none"),
+    ]
+    cells = {
+        f"{dtype} {parallel}": tree(dtype, False, parallel, 1, policy)
+        for dtype, (parallel, policy) in zip(cycle(LIMITS), meshes, strict=False)
+    }
+    (tmp_path / "cells.json").write_text(json.dumps(cells))
+    run("torchrun", "--nproc-per-node", "2", *PROGRAM[1:], "graphs", tmp_path / "cells.json", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text()) == []
+
+
 def test_verify_passes(run: Run, tmp_path: Path) -> None:
     words = "verify demo --nproc 2 --compile first --parallel.tp=2 --run.device=cuda"
     small = "--model.layers=2 --train.seq_len=64"  # the step that it times
@@ -114,14 +132,17 @@ def steps(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["gradient_norm"]) for line in lines if line["kind"] == "step"]
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
 def test_a_stopped_run_is_resumed_evaluated_and_continued_in_text(
-    run: Run, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], graphs: str
 ) -> None:
-    """SIGTERM saves. The same bits after a resume; the same evaluation at another TP size; the same text as on the CPU."""
+    """SIGTERM saves. The same bits after a resume, with or without CUDA graphs; the same evaluation at another TP size; the same
+    text as on the CPU."""
     run(*BOOST, *training(tmp_path, store, "whole"))
-    stopped = run(*BOOST, *training(tmp_path, store, "stopped"), stop=b"  loss ")
+    words = ("--train.cuda_graphs", graphs)
+    stopped = run(*BOOST, *training(tmp_path, store, "stopped", *words), stop=b"  loss ")
     assert "stopped by SIGTERM" in stopped and 0 < saved_steps(tmp_path / "stopped")[-1] < 8
-    run(*BOOST, *training(tmp_path, store, "stopped", "--resume", "auto"))
+    run(*BOOST, *training(tmp_path, store, "stopped", "--resume", "auto", *words))
     assert steps(tmp_path / "stopped") == steps(tmp_path / "whole") and len(steps(tmp_path / "whole")) == 8
     found = run(*BOOST, "eval", tmp_path / "whole", "--device", "cuda", "--json")
     final = [line for line in read_metrics(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "eval"][-1]
@@ -151,6 +172,28 @@ def test_a_replica_is_lost_and_comes_back(run: Run, store: Path, tmp_path: Path,
 @pytest.mark.parametrize("program", [("compiled", "kernels"), ("compiled", "blocks"), ("reductions",)], ids="-".join)
 def test_kernels_are_built_for_an_h100(run: Run, program: tuple[str, ...]) -> None:
     run(*PROGRAM, *program, emulated=False)
+
+
+@pytest.mark.parametrize("part", ["none", "kernels", "blocks"])
+def test_passes_are_captured(run: Run, part: str) -> None:
+    run(*PROGRAM, "captured", part, emulated=False)
+
+
+FAULTS = {
+    "host read": "the passes of a step cannot be captured (CUDA error: operation not permitted when stream is capturing)",
+    "host copy": "the passes of a step cannot be captured (CUDA error: operation not permitted when stream is capturing)",
+    "unjoined": "the passes of a step cannot be captured (CUDA error: capturing stream has unjoined work)",
+    "waits for the legacy stream": "the passes of a step cannot be captured (CUDA error: dependency created on uncaptured work",
+    "memory outside the pool": "a graph uses memory that was freed after the capture",
+    "freed input": "a graph uses memory that was freed after the capture",
+    "race": "different",
+    "": "equal",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_captured_passes_are_found(run: Run, fault: str) -> None:
+    assert FAULTS[fault] in run("sh", "-c", f"{' '.join(PROGRAM)} faulty '{fault}' || true")
 
 
 def test_no_step_waits_for_the_gpu(run: Run) -> None:
