@@ -75,16 +75,17 @@ def models(args: argparse.Namespace) -> dict[str, Config]:
 
 
 def build(args: argparse.Namespace) -> Iterator[Contest]:
-    """(a) Every value of train.compile, `auto` among them."""
+    """(a) Every value of train.compile, `auto` among them, without and with CUDA graphs."""
     for name, config in models(args).items():
         contenders = {mode: partial(_ours, config, mode) for mode in MODES}
+        contenders |= {f"{mode}, CUDA graph": partial(_ours, config, mode, "on") for mode in MODES if mode != "auto"}
         yield Contest(f"{name}: train.compile", contenders, _sizes(config), config.parallel)
 
 
-def _ours(config: Config, mode: str) -> Call:
+def _ours(config: Config, mode: str, graphs: str = "auto") -> Call:
     device = torch.device(config.run.device, 0) if config.run.device == "cuda" else torch.device("cpu")
     mesh = mesh_of(config.parallel, device) if config.parallel.tp > 1 else Mesh(device)
-    stepper = Stepper(config.changed(train={"compile": mode}), mesh)
+    stepper = Stepper(config.changed(train={"compile": mode, "cuda_graphs": graphs}), mesh)
 
     def call() -> list[Tensor]:
         stepper.seconds(STEPS[device.type])
