@@ -317,13 +317,18 @@ class _StepMemory:
             done = self.forward_done if action.kind == "forward" else self.backward_done
             done[stage] += 1
             self.in_flight[stage] += 1 if action.kind == "forward" else -1
+        update = work_bytes(self.config, self.stages)
         at_end = (
             _Snapshot(SUM, Counter(), {WORK: self.buckets.get(None, 0)}),
-            _Snapshot(STEP, Counter(), {WORK: work_bytes(self.config, self.stages)}),
+            _Snapshot(STEP, Counter(), {WORK: update}),
         )
-        self._record(self._with_in_flight(Counter(self.states)), at_end)  # all gradients exist
+        captured = self.config.captures_passes
+        self._record(self._with_in_flight(Counter(self.states)), at_end[: 1 if captured else 2])  # all gradients exist
         total, name, held = self._peak
         assert total >= 0
+        if captured:  # the graph keeps the memory of the passes, so updates and evaluations need their own
+            evaluation = max(x.temporary[WORK] for stage in self.stages for x in self._forward(stage))
+            held[WORK] += max(update, evaluation)
         return PeakMemory({category: size for category, size in held.items() if size}, name)
 
     # Snapshots.

@@ -79,9 +79,9 @@ class TracedPass(PassOps):
 IGNORED_FIELDS = {
     "parallel": ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split"),
     "train": (
-        "steps", "seed", "global_batch", "reduce_dtype", "deterministic", "recompute", "recompute_every", "eval_every",
-        "eval_tokens", "save_every", "save_minutes", "async_save", "keep", "keep_every", "keep_best", "spike_sigma", "on_spike",
-        "check_replicas_every", "log_every", "profile",
+        "steps", "seed", "global_batch", "reduce_dtype", "deterministic", "cuda_graphs", "recompute", "recompute_every",
+        "eval_every", "eval_tokens", "save_every", "save_minutes", "async_save", "keep", "keep_every", "keep_best",
+        "spike_sigma", "on_spike", "check_replicas_every", "log_every", "profile",
     ),
 }  # fmt: skip
 """Fields that do not affect a micro-batch on one TP group; the cache key of a trace leaves them out."""

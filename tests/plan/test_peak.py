@@ -11,15 +11,17 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from boost.config import Config, load
 from boost.config.schema import OptimConfig
+from boost.config.stages import stages_of
 from boost.measure import steps
 from boost.measure.memory import MemoryTracker
 from boost.plan import trace
 from boost.plan.categories import WEIGHTS, WORK
 from boost.plan.collectives import step_collectives
 from boost.plan.memory import BACKWARD, STEP, SUM, _StepMemory, actions, peak
+from boost.plan.optimizer import work_bytes
 from boost.plan.shape_tensor import NoRuleError, leaf, make
 from boost.plan.tape import Tape
-from boost.plan.trace import IGNORED_FIELDS, pass_of_block, without_ignored
+from boost.plan.trace import IGNORED_FIELDS, pass_of_block, trace_loss, without_ignored
 from tests import toy
 from tests.distributed import run_distributed
 from tests.fake_memory import measure
@@ -121,6 +123,19 @@ def test_optimizers_with_unsharded_factors(optim: dict[str, Any], layout: str) -
     config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
     assert abs(error(config)) < 0.1
     assert peak(config).during in (STEP, SUM)
+
+
+@pytest.mark.parametrize("optim", [{}, {"name": "muon"}], ids=str)
+def test_a_graph_keeps_the_memory_of_the_passes(optim: dict[str, Any]) -> None:
+    """Then an evaluation and the update need memory of their own (measured by `make nightly` on the software GPU)."""
+    config = config_of("svd", {"layout": "btp"}, "none", "bfloat16", kv_heads=2, layers=2)
+    config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
+    usual, captured = peak(config), peak(config.changed(train={"cuda_graphs": "on"}))
+    passes = [*(pass_of_block(config, layer) for layer in range(2)), trace_loss(config)]
+    evaluation, update = max(p.input_bytes + p.forward for p in passes), work_bytes(config, stages_of(config, 0))
+    assert (usual.during == STEP) == bool(optim) and captured.during != STEP
+    assert captured.by_category[WORK] > max(evaluation, update)
+    assert optim or captured.total == usual.total + evaluation
 
 
 def test_blocks_that_are_alike_are_computed_once() -> None:

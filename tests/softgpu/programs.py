@@ -1,5 +1,6 @@
 """Programs that the tests run on the software GPU: python -m tests.softgpu.programs NAME ARGUMENTS."""
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from boost.measure.steps import Stepper
 from boost.models import kernels
 from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
 from boost.parallel.weights import require_torch
+from boost.plan.memory import peak
 from boost.train.graphs import WARM_UP, CapturedPasses
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
 from boost.train.step import Stepper as TrainingStepper
@@ -142,6 +144,30 @@ def captured(part: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+def memory() -> None:
+    """Fails if the memory that a graph and an evaluation need differs by more than 5 % from the prediction. Allocates as on a GPU,
+    but touches nothing."""
+    sizes = {"family": "cola", "dim": 1024, "ffn_dim": 2736, "layers": 8, "heads": 16, "rank": 256, "vocab_size": 32000}
+    train = {"seq_len": 1024, "micro_batch": 8, "global_batch": 16, "compute_dtype": "bfloat16", "compile": "kernels"}
+    for recompute in ("none", "low-rank"):
+        tree = {"model": sizes, "parallel": {"layout": "single"}, "train": train}
+        config = from_tree(tree).changed(train={"recompute": recompute, "cuda_graphs": "on"})
+        stepper = Stepper(config, Mesh(GPU))
+        tokens = torch.zeros(8, 1024, dtype=torch.long, device=GPU)
+        for _ in range(WARM_UP + 1):
+            stepper._launch()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            stepper._training.model(tokens, tokens)
+        pool = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
+        outside = torch.cuda.max_memory_allocated() - sum(part["allocated_size"] for part in pool)
+        needed, predicted = sum(part["total_size"] for part in pool) + outside, peak(config, on_gpu=True).total
+        print(f"{recompute}: {needed / 1e9:.2f} GB, {predicted / 1e9:.2f} GB predicted")
+        assert abs(predicted / needed - 1) < 0.05
+        del stepper, pool
+        gc.collect()
+
+
 def faulty(fault: str) -> None:
     """Trains on one GPU with a fault in the passes, and prints whether the captured ones compute the same."""
     config = toy_config("float32", train={"compile": "none"})
@@ -223,7 +249,7 @@ def reductions() -> None:
 
 PROGRAMS: dict[str, Callable[..., None]] = {
     function.__name__: function
-    for function in (losses, graphs, synchronizations, captured, faulty, deterministic, compiled, reductions)
+    for function in (losses, graphs, synchronizations, captured, memory, faulty, deterministic, compiled, reductions)
 }
 
 if __name__ == "__main__":

@@ -179,6 +179,10 @@ def test_passes_are_captured(run: Run, part: str) -> None:
     run(*PROGRAM, "captured", part, emulated=False)
 
 
+def test_graphs_need_the_memory_that_is_predicted(run: Run) -> None:
+    run(*PROGRAM, "memory", emulated=False)
+
+
 FAULTS = {
     "host read": "the passes of a step cannot be captured (CUDA error: operation not permitted when stream is capturing)",
     "host copy": "the passes of a step cannot be captured (CUDA error: operation not permitted when stream is capturing)",
