@@ -31,6 +31,7 @@ from boost.data.tokenizer import (
     load_tokenizer,
     parse_tokenizer,
     parse_training,
+    tokenizer_fingerprint,
     train_tokenizer,
     vocabulary_size,
 )
@@ -186,12 +187,16 @@ def _check_options(options: PrepareOptions) -> None:
         )
 
 
-def tokenizer_files(spec: str) -> dict[str, str]:
-    """sha256 (hex) of every file of a local tokenizer that decides tokens, by name: tokenizer.json and its configuration, special
-    tokens, chat templates. Empty for `train:SIZE` and names on the Hub."""
-    path = Path(spec)
-    if not path.exists():
+def tokenizer_identity(options: PrepareOptions) -> dict[str, str]:
+    """sha256 (hex) of everything that decides tokens, by name: files of a local tokenizer (tokenizer.json and its configuration,
+    special tokens, chat templates), or the content of a tokenizer on the Hub. Empty for `train:SIZE`. Raises `DataError`."""
+    path = Path(options.tokenizer)
+    if parse_training(options.tokenizer) is not None:
         return {}
+    if not path.exists():
+        tokenizer = load_tokenizer(options.tokenizer, [])
+        eos, _ = find_eos(tokenizer, options.eos, options.tokenizer)
+        return {"tokenizer": tokenizer_fingerprint(tokenizer), "eos": eos}
     folder = path if path.is_dir() else path.parent
     files = {path} if path.is_file() else set()
     files.update(*(folder.glob(pattern) for pattern in _TOKENIZER_FILES))
@@ -210,7 +215,7 @@ def input_fingerprint(
         "format": FORMAT,
         "version": __version__,
         "sources": [[type(source).__name__, source.fingerprint()] for source in sources],
-        "tokenizer": tokenizer_files(options.tokenizer) or options.tokenizer,
+        "tokenizer": tokenizer_identity(options) or options.tokenizer,
         "options": [options.eos, options.text_field, options.heldout, options.max_documents, options.chat],
     }
     if options.max_tokens is not None or options.max_heldout_tokens is not None:
@@ -276,8 +281,9 @@ def _build(
         report = reading.report
         for name, sizes in writer.sizes.items():
             if not sizes["documents"]:
+                why = "--max-tokens came first" if encoder.is_full("train") else report.skipped_in_words()
                 raise DataError(
-                    f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {report.skipped_in_words()}; "
+                    f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {why}; "
                     + ("raise --max-tokens or --heldout" if options.max_tokens else "pass files that contain text")
                 )
         report.notes += [*notes, *_notes(options, rule, encoder, reading, size)]

@@ -16,6 +16,7 @@ from boost.data.readers import Document
 from boost.data.report import FileReport
 from boost.data.split import SplitRule, choose_split, key_hash, split_position
 from boost.data.store import TokenStore
+from boost.data.tokenizer import parse_tokenizer
 from boost.data.writer import locked, sibling
 from boost.errors import DataError, StorageError
 
@@ -120,6 +121,21 @@ def test_a_tokenizer_with_another_file_is_other_input(corpus, tmp_path, file, sp
     eos = prepare(PrepareOptions(**{**vars(given), "overwrite": True})).store.meta["eos"]["token"]
     names_it = file in ("tokenizer_config.json", "special_tokens_map.json")
     assert eos == ("<|end|>" if names_it else "<|endoftext|>")
+
+
+def test_a_tokenizer_on_the_hub_counts_by_its_content(corpus, tmp_path, monkeypatch):
+    first = prepare(options(corpus, out=tmp_path / "t")).store.tokenizer()
+    second = parse_tokenizer(first.to_str())
+    second.add_tokens(["new"])
+    hub = {"someone/model": first}
+    monkeypatch.setattr("boost.data.prepare.load_tokenizer", lambda name, notes=None: hub[name])
+    monkeypatch.setattr("boost.data.tokenizer._configured_eos", lambda spec: "")
+    given = options(corpus, tokenizer="someone/model")
+    prepare(given)
+    assert prepare(given).up_to_date
+    hub["someone/model"] = second
+    with pytest.raises(DataError, match="add --overwrite to replace it"):
+        prepare(given)
 
 
 def test_another_version_of_boost_is_other_input(corpus, monkeypatch):
@@ -351,3 +367,12 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(corpus):
 
     with pytest.raises(DataError, match=r"06\.txt changed during preparation"):
         prepare(options(corpus), Grow())
+
+
+def test_a_limit_that_leaves_no_text_to_hold_out_is_named(corpus):
+    for file in corpus.iterdir():  # long documents: each fills a batch
+        file.write_text(file.read_text() * 800)
+    with pytest.raises(
+        DataError, match="the held-out text is empty: --max-tokens came first; raise --max-tokens or --heldout"
+    ):
+        prepare(options(corpus, max_tokens=1, heldout=0.01))
