@@ -5,9 +5,9 @@
     {"instruction": "...", "input": "...", "output": "..."}                                          Alpaca; `input` is optional
     {"prompt": "...", "completion": "..."}                                                           also with lists of messages
 
-A file contains one record per line, a JSON array of records, or one record per Parquet row; JSON may be compressed. The template
-also receives a record's `system`, `tools` (or `functions`), `documents` and `chat_template_kwargs`, and all other fields of its
-messages. A message whose `weight`, `train` or `loss` is 0 does not count toward the loss. The report names unused fields.
+A file contains one record per line, a JSON array of records, or a table with a record per row, whose fields may hold JSON. The
+template also receives a record's `system`, `tools` (or `functions`), `documents` and `chat_template_kwargs`, and all other fields
+of its messages. A message whose `weight`, `train` or `loss` is 0 does not count toward the loss. The report names unused fields.
 """
 
 import json
@@ -29,6 +29,8 @@ _ROLES = {
 """Role of each sender in ShareGPT files and in messages."""
 
 
+_FORMS = ("messages", "conversations", "instruction", "prompt")
+"""Fields of which a record has one."""
 _COUNTS = ("weight", "train", "loss")
 """Fields in a message that determine whether it counts toward the loss, as in files for OpenAI, axolotl and ms-swift."""
 _REFUSED = ("train_detail", "images", "image", "videos", "video", "audios", "audio")
@@ -211,7 +213,7 @@ def document_of(record: Any, key: str, where: str, entry: FileReport) -> Documen
 
 def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
     """Yields the conversations in a JSON file, in order, and reports skipped records. Raises `Unreadable`."""
-    for number, where, record in json_records(path, entry, report):
+    for number, where, record in json_records(path, entry, report, lambda record: any(map(record.get, _FORMS))):
         if document := document_of(record, f"{key}:{number}", where, entry):
             yield document
 

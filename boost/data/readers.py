@@ -341,9 +341,31 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
 # ---- JSON: lines, so that one bad line does not end the file; or one array
 
 
-def json_records(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
-    """Yields (number from 1, description of the position, value) for each record in a JSON file. Bad lines are skipped and
-    reported. Raises `Unreadable`."""
+def json_records(
+    path: Path, entry: FileReport, report: PrepareReport, is_record: Callable[[dict[str, Any]], bool]
+) -> Iterator[tuple[int, str, Any]]:
+    """Yields (number from 1, description of the position, value) for each record in a JSON file. If the file is one object that is
+    no record but wraps a list of them, as in {"version": ..., "data": [...]}, reads that list. Raises `Unreadable`."""
+    found = _json_values(path, entry, report)
+    first = list(islice(found, 2)) if ".json" in map(str.lower, path.suffixes[-2:]) else []
+    value = first[0][2] if len(first) == 1 else None
+    if isinstance(value, dict) and not is_record(value):
+        lists = [
+            name for name, items in value.items() if isinstance(items, list) and items and isinstance(items[0], dict)
+        ]
+        if len(lists) > 1:
+            fix = f"write one of them as a list of its own, e.g. with: jq .{lists[0]}"
+            raise Unreadable(f"one object with several lists of records: {', '.join(lists[:20])}", fix=fix)
+        if lists:
+            entry.note(f"read from the list in field {lists[0]!r} of one JSON object")
+            note_unread(entry, value.keys() - {lists[0]})
+            yield from ((number, f"record {number}", item) for number, item in enumerate(value[lists[0]], start=1))
+            return
+    yield from chain(first, found)
+
+
+def _json_values(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
+    """The values in a file of JSON lines, or in an array. Bad lines are skipped and reported."""
     with open_utf8(path, entry, report) as file:
         head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
         is_whole = head.startswith(b"[") or head.partition(b"\n")[0].strip() == b"{"
@@ -392,32 +414,15 @@ def _whole_json(file: IO[bytes]) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _list_in(record: dict[str, Any], text_field: str | None) -> str | None:
-    """The field with the records, if an object is not a record itself but wraps them, as in {"version": ..., "data": [...]}.
-    Raises `Unreadable` if several fields hold lists of records."""
-    if any(isinstance(record.get(name), str) for name in ([text_field] if text_field else ["text", "content"])):
-        return None
-    lists = [name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if len(lists) > 1:
-        fix = f"write one of them as a list of its own, e.g. with: jq .{lists[0]}"
-        raise Unreadable(f"one object with several lists of records: {', '.join(lists[:20])}", fix=fix)
-    return lists[0] if lists else None
-
-
 def read_json(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
+    names = [text_field] if text_field else ["text", "content"]
+
     def records(entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
-        """The records in the file; those in the list of an object that wraps them."""
-        found = json_records(path, entry, report)
-        first = list(islice(found, 2)) if ".json" in (path.suffix.lower(), *path.suffixes[-2:-1]) else []
-        wrapped = _list_in(first[0][2], text_field) if len(first) == 1 and isinstance(first[0][2], dict) else None
-        if wrapped is None:
-            yield from chain(first, found)
-            return
-        entry.note(f"read from the list in field {wrapped!r} of one JSON object")
-        for number, value in enumerate(first[0][2][wrapped], start=1):
-            yield number, f"record {number}", value
+        return json_records(
+            path, entry, report, lambda record: any(isinstance(record.get(name), str) for name in names)
+        )
 
     field = text_field  # if given, records without it are skipped one by one
     if field is None:

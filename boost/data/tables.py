@@ -119,7 +119,7 @@ def _batches(
     try:
         with ExitStack() as stack:
             datasets = stack.enter_context(quiet_datasets(f"{kind} files"))
-            import pyarrow
+            import pyarrow  # a requirement of `datasets`
 
             _Files.openers[name] = lambda: stack.enter_context(open_utf8(path, entry, report))
             stack.callback(_Files.openers.pop, name)

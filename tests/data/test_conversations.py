@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -119,11 +120,21 @@ RECORDS = [{"messages": [said("user", f"question {i}"), said("assistant", f"answ
 
 def test_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
     lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
-    files = [tmp_path / name for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet")]
+    import datasets
+
+    datasets.disable_progress_bars()
+    names = ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "wrapped.json", "a.csv", "a.arrow", "saved")
+    files = [tmp_path / name for name in names]
     files[0].write_text("\ufeff" + lines, encoding="utf-8")
     files[1].write_bytes(gzip.compress(lines.encode()))
     files[2].write_text(json.dumps(RECORDS, indent=1))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), files[3])
+    table = pyarrow.Table.from_pylist(RECORDS)
+    pyarrow.parquet.write_table(table, files[3])
+    files[4].write_text(json.dumps({"version": 1, "data": RECORDS}))
+    pandas.DataFrame({"messages": [json.dumps(record["messages"]) for record in RECORDS]}).to_csv(files[5], index=False)
+    with pyarrow.OSFile(str(files[6]), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    datasets.Dataset(table).save_to_disk(str(files[7]))
     for source in (FilesSource(file, chat=True) for file in files):
         found = [json.loads(document.text) for document in source.documents(PrepareReport())]
         assert found == [{**record, "template": {}} for record in RECORDS], source.name

@@ -330,6 +330,7 @@ def test_an_object_that_wraps_the_records_is_read_by_its_list(indent, field, tmp
     assert notes(report) == {
         ("x.json", "read from the list in field 'data' of one JSON object"): [],
         ("x.json", "with unread columns: n"): [],
+        ("x.json", "with unread columns: tags, version"): [],
     }
     data["more"] = data["data"]
     (tmp_path / "x.json").write_text(json.dumps(data, indent=indent))
