@@ -82,7 +82,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="read the inputs as conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet files, folders of them, "
+        help="read the inputs as conversations (messages, ShareGPT or Alpaca, in JSON or tables, "
         "or an --hf dataset), format them with the chat template in the --tokenizer folder, and mask the loss so that only the "
         "assistant's words count",
     )

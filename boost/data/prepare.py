@@ -138,7 +138,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
     if sources:
         return sources, heldout
     if options.chat:
-        raise DataError("--chat: no input given; pass conversation files (.jsonl, .json or .parquet), or --hf NAME")
+        raise DataError("--chat: no input given; pass conversations in JSON or tables, or --hf NAME")
     raise DataError(
         "no input given; pass text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
     )

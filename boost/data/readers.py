@@ -398,7 +398,10 @@ def _json_values(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
 
 
 def _whole_json(file: IO[bytes]) -> list[Any]:
-    """Returns the elements of a JSON array, or a list with one value. Raises `Unreadable`."""
+    """Returns the elements of a JSON array, or a list with one value. Raises `Unreadable`.
+
+    `datasets` infers a type per column of an array, and so changes values: dates in text, digits of numbers, text among lists.
+    """
     data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         reason = f"JSON longer than {format_bytes(MAX_JSON_BYTES)}"

@@ -140,6 +140,21 @@ def test_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
         assert found == [{**record, "template": {}} for record in RECORDS], source.name
 
 
+def test_values_in_an_array_are_those_of_json_lines(tmp_path: Path) -> None:
+    """`datasets` would read a date, nine digits, an error and JSON as text."""
+    parts = [{"type": "text", "text": "parts"}]
+    for number, values in enumerate((["2024-01-01"], [0.12345678901234567], [10**25], ["text", parts])):
+        records = [{"messages": [{**USER, "more": value}, ANSWER]} for value in values]
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / f"{number}.json").write_text(json.dumps(records))
+        lines, array = (
+            [d.text for d in FilesSource(tmp_path / f"{number}.{suffix}", chat=True).documents(PrepareReport())]
+            for suffix in ("jsonl", "json")
+        )
+        assert lines == array
+        assert [json.loads(text)["messages"][0]["more"] for text in array] == values
+
+
 def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         f'{json.dumps(RECORDS[0])}\n\nno json\n{{"text": "x"}}\n{json.dumps(RECORDS[1])}\n'
