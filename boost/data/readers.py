@@ -57,14 +57,18 @@ JSON_SUFFIXES = with_compression(".jsonl", ".ndjson", ".json")
 
 
 class Unreadable(Exception):
-    """Why a file cannot be read, where in the file, and how to fix it."""
+    """Why a file cannot be read, where in the file, and how to fix it. `documents`: counts those that are skipped with the file."""
 
-    def __init__(self, reason: str, where: str = "", fix: str = "remove it from the inputs") -> None:
+    def __init__(
+        self,
+        reason: str,
+        where: str = "",
+        fix: str = "remove it from the inputs",
+        documents: Callable[[], int] = lambda: 1,
+    ) -> None:
         joint = " at " if where.startswith(("byte ", "line ")) else ": "
         super().__init__(f"{reason}{joint}{where}; {fix}" if where else f"{reason}; {fix}")
-        self.reason, self.where = reason, where
-        self.documents = 1
-        """Number of documents that are skipped with the file, if known."""
+        self.reason, self.where, self.documents = reason, where, documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +150,26 @@ def split_long(pieces: Iterable[str]) -> Iterator[str]:
         yield buffer
 
 
-def find_text_column(wanted: str | None, columns: dict[str, bool], entry: FileReport) -> str:
+def find_text_column(
+    wanted: str | None, columns: dict[str, bool], entry: FileReport, documents: Callable[[], int] = lambda: 1
+) -> str:
     """The column with the text: `wanted`; else `text` or `content`; else the only one that holds strings.
 
-    `columns`: whether each column holds strings, by name. Raises `Unreadable`, naming the columns, if none or several match.
+    `columns`: whether each column holds strings, by name. Raises `Unreadable`, naming the columns, if none or several match; all
+    `documents` then count as skipped.
     """
     strings = [name for name, is_string in columns.items() if is_string]
     names = ", ".join(list(columns)[:20]) or "no columns"
     if wanted is not None:
         if wanted not in columns:
-            raise Unreadable(f"no column {wanted!r} among {names}", fix="choose one with --text-field")
+            raise Unreadable(f"no column {wanted!r} among {names}", "", "choose one with --text-field", documents)
         if wanted not in strings:
-            raise Unreadable(f"column {wanted!r} does not hold strings", fix="choose another with --text-field")
+            problem = f"column {wanted!r} does not hold strings"
+            raise Unreadable(problem, "", "choose another with --text-field", documents)
         return wanted
     usual = [name for name in ("text", "content") if name in strings]
     if not usual and len(strings) != 1:
-        raise Unreadable(f"no text column found among {names}", fix="choose one with --text-field")
+        raise Unreadable(f"no text column found among {names}", "", "choose one with --text-field", documents)
     chosen = (usual or strings)[0]
     if chosen != "text":
         entry.note(f"read from column {chosen!r}, because the file has no 'text' column of strings")
@@ -173,18 +181,6 @@ def note_unread(entry: FileReport, names: Iterable[str]) -> None:
     if names := sorted(names):
         more = f" and {len(names) - 20} more" if len(names) > 20 else ""
         entry.note(f"with unread columns: {', '.join(names[:20])}{more}")
-
-
-@contextmanager
-def counting(documents: Callable[[], int]) -> Iterator[None]:
-    """Context manager for choosing a file's text column. If there is no such column, all of the file's `documents` count as
-    skipped. A file that is also damaged counts as one document."""
-    try:
-        yield
-    except Unreadable as problem:
-        with suppress(Exception):
-            problem.documents = max(documents(), 1)
-        raise
 
 
 # ---- Bytes: decompressed by suffix, transcoded from UTF-16 and UTF-32
@@ -427,15 +423,16 @@ def read_json(
             path, entry, report, lambda record: any(isinstance(record.get(name), str) for name in names)
         )
 
-    field = text_field  # if given, records without it are skipped one by one
-    if field is None:
+    field = text_field or "text"  # records without it are skipped one by one
+    if text_field is None:
         fields: dict[str, bool] = {}
         with suppress(Unreadable):  # a damaged file is read up to the damage
             for _, _, record in islice(records(FileReport(""), PrepareReport()), 100):
                 for name, value in record.items() if isinstance(record, dict) else ():
                     fields[name] = fields.get(name, False) or isinstance(value, str)
-        with counting(lambda: sum(1 for _ in records(FileReport(""), PrepareReport()))):
-            field = find_text_column(None, fields, entry) if fields else "text"
+        if fields:
+            everything = records(FileReport(""), PrepareReport())
+            field = find_text_column(None, fields, entry, lambda: sum(1 for _ in everything))
     unread, is_strings = set[str](), False
     for number, where, record in records(entry, report):
         if isinstance(record, dict) and field in record:

@@ -11,7 +11,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -280,7 +280,10 @@ class FilesSource:
             except Unreadable as problem:
                 if file.explicit:
                     raise DataError(f"{file.path}: {problem}") from problem
-                entry.skip(problem.reason, problem.where, problem.documents)
+                documents = 1
+                with suppress(Exception):  # damage
+                    documents = max(problem.documents(), 1)
+                entry.skip(problem.reason, problem.where, documents)
 
     def fingerprint(self) -> list[Any]:
         return [[file.key, file.size, file.mtime_ns] for file in self.files]

@@ -25,7 +25,6 @@ from boost.data.readers import (
     Document,
     Unreadable,
     accept_pieces,
-    counting,
     find_text_column,
     note_unread,
     open_utf8,
@@ -63,8 +62,8 @@ def read_table(
         if is_csv and text_field is not None and columns.get(text_field) is False:
             entry.note(f"with numbers in column {text_field!r}, read as text")
             columns[text_field] = True
-        with counting(lambda: sum(b.num_rows for b in _batches(kind, path, options, read if is_csv else read[:1]))):
-            column = find_text_column(text_field, columns, entry)
+        everything = _batches(kind, path, options, read if is_csv else read[:1])
+        column = find_text_column(text_field, columns, entry, lambda: sum(batch.num_rows for batch in everything))
         note_unread(entry, columns.keys() - {column})
         read = read if is_csv else [column]
     number = 1 if chat or is_csv else 0
