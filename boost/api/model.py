@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from boost.api.sharding import fill, restore, spec_of, traits
+from boost.api.sharding import Traits, fill, restore, spec_of, traits_of
 from boost.config import Config, load
 from boost.config.architecture import Parameter
 from boost.config.load import change, from_tree, read_source
@@ -98,15 +98,14 @@ class Model(nn.Module):
         path = _common_checkpoint(path, options.get("mesh"))
 
         def load(checkpoint: Checkpoint) -> Model:
-            model = cls._of(CheckpointWeights(checkpoint), dict(options))
-            recorded = checkpoint.data.get(TRAITS, {"frozen": [], "tied": []})
-            restore(model.decoder, {**recorded, "tied": [] if untie else recorded["tied"]})
-            return model
+            return cls._of(CheckpointWeights(checkpoint), dict(options), checkpoint.data.get(TRAITS), untie)
 
         return read_checkpoint(path, load)
 
     @classmethod
-    def _of(cls, weights: Weights, options: dict[str, Any]) -> "Model":
+    def _of(
+        cls, weights: Weights, options: dict[str, Any], traits: Traits | None = None, untie: bool = False
+    ) -> "Model":
         dtype = options.pop("dtype", None) or weights.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         spec = spec_of(weights.model, {"dtype": dtype, **options})
@@ -119,6 +118,7 @@ class Model(nn.Module):
             return value
 
         fill(decoder, read)
+        restore(decoder, traits or {}, tied=not untie)
         vocabulary = None
         if weights.tokenizer is not None:
             folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
@@ -188,12 +188,12 @@ class Model(nn.Module):
 
         Raises ConfigError if the folder exists, or if the model has more than weights, such as adapters; or StorageError.
         """
-        path, is_writer, named = Path(path), self._is_writer, self.decoder.named_by_checkpoint()
+        path, is_writer, named = Path(path), self._is_writer, self.decoder.stored_parameters()
         require_free(path, "path")  # on all ranks, so that none waits for a rank that raised an error
         self._barrier()
         with new_folder(path, "path") if is_writer else contextlib.nullcontext() as temporary:
             writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES) if temporary else None
-            for name, parameter in named:
+            for name, parameter in named.items():
                 tensor = whole_weight(parameter.detach())
                 if writer:
                     writer.add(f"{PREFIX}{name}", tensor.cpu())
@@ -201,9 +201,9 @@ class Model(nn.Module):
                 writer.close()
                 texts = [("tokenizer.json", self._tokenizer_json)] if self._tokenizer_json else []
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
-                data[TRAITS] = traits(named)
+                data[TRAITS] = traits_of(named)
                 context = int(self._data.get("context") or self.config.train.seq_len)
-                model, dtype = self.decoder.model.model_dump(), dtype_name(named[0][1].dtype)
+                model, dtype = self.decoder.model.model_dump(), dtype_name(next(iter(named.values())).dtype)
                 finish_weights(temporary, path.resolve(), weights_config(model, dtype, context), data, texts)
         self._barrier()
         return path

@@ -1,7 +1,6 @@
 """`parallelize`: shards modules of `boost.nn` over TP ranks."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from boost.config.families import ModelConfig
 from boost.errors import ConfigError
 from boost.models.fused import fused_params, local_slice
 from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
-from boost.nn.plain import require_stored
+from boost.nn.plain import stored_parameters
 from boost.nn.weights import storage
 
 Sharded = TypeVar("Sharded", bound=nn.Module)
@@ -55,12 +54,9 @@ def parallelize(
     else:
         kind = next(kind for kind in (Block, LowRankAttention, LowRankMLP) if isinstance(model, kind))
         sharded = kind(over, model.attn.layer if isinstance(model, Block) else model.layer)
-    require_stored(model, sharded, is_copy=True)
-    paths = {parameter: path for path, parameter in sharded.named_parameters()}
-    names = [(fused.slices[0].parameter.name, paths[fused.parameter]) for fused in fused_params(sharded)]
-    whole = {name: model.get_parameter(path) for name, path in names}
+    whole = stored_parameters(model, sharded, is_copy=True)
     fill(sharded, lambda parameter: whole[parameter.name])
-    restore(sharded, traits(whole.items()))
+    restore(sharded, traits_of(whole))
     for path, module in sharded.named_modules():
         module.training = model.get_submodule(path).training
     result: Sharded = sharded
@@ -85,27 +81,27 @@ Traits = dict[str, list[Any]]
 """What weights do not tell, by names in a checkpoint: "frozen" parameters, and "tied" ones, a list of names for each tensor."""
 
 
-def traits(named: Iterable[tuple[str, nn.Parameter]]) -> Traits:
+def traits_of(parameters: Mapping[str, nn.Parameter]) -> Traits:
     """The traits of parameters with these names."""
-    frozen, names = [], defaultdict(list)
-    for name, parameter in named:
-        names[id(parameter)].append(name)
-        frozen.extend([] if parameter.requires_grad else [name])
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(parameter, []).append(name)
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     return {"frozen": frozen, "tied": [tied for tied in names.values() if len(tied) > 1]}
 
 
-def restore(module: Any, traits: Traits) -> None:
-    """Freezes and ties the parameters of a new module. Raises ConfigError if its layout shards tied parameters differently."""
+def restore(module: Any, traits: Traits, tied: bool = True) -> None:
+    """Freezes and, if `tied`, ties parameters of a new module. Raises ConfigError if its layout shards tied ones differently."""
     paths = {parameter: path for path, parameter in module.named_parameters()}
     fused = {each.slices[0].parameter.name: each for each in fused_params(module)}
-    for name in traits["frozen"]:
+    for name in traits.get("frozen", ()):
         fused[name].parameter.requires_grad_(False)
-    for first, *others in traits["tied"]:
+    for first, *others in traits.get("tied", ()) if tied else ():
         for name in others:
+            path, _, weight = paths[fused[name].parameter].rpartition(".")
             if module.spec.tp.size > 1 and fused[name].placement != fused[first].placement:
                 raise ConfigError(
-                    f"{paths[fused[name].parameter]} is {paths[fused[first].parameter]}, but layout "
-                    f"{module.spec.parallel.layout} shards them differently over TP ranks; untie them first"
+                    f"{path}.{weight} is {paths[fused[first].parameter]}, but layout {module.spec.parallel.layout} shards them "
+                    "differently over TP ranks; untie them first"
                 )
-            path, _, weight = paths[fused[name].parameter].rpartition(".")
             setattr(module.get_submodule(path), weight, fused[first].parameter)

@@ -16,21 +16,15 @@ from boost.config.architecture import IGNORED
 from boost.config.stages import whole
 from boost.errors import ConfigError
 from boost.models import decoder
+from boost.models.attention import KVCache
 from boost.models.block import interleave
-from boost.models.fused import FusedModule, fused_params
+from boost.models.fused import FusedModule
 from boost.models.group import Flow
 from boost.models.init import initialize
-from boost.nn.plain import EMBEDDING, call, difference, is_read, require_stored
+from boost.nn.plain import EMBEDDING, call, difference, is_read, stored_parameters
 from boost.nn.spec import Spec, autocast_resolved
-from boost.nn.sublayers import (
-    Block,
-    add_module,
-    add_norm,
-    as_spec,
-    once_differentiable,
-    uninitialized_linear,
-)
-from boost.nn.weights import local_weight, no_sync, shard_weights, whole_weight
+from boost.nn.sublayers import Block, add_norm, as_spec, uninitialized_linear
+from boost.nn.weights import local_weight, no_sync, once_differentiable, shard_weights, whole_weight
 
 
 class Decoder(decoder.Decoder):
@@ -62,10 +56,12 @@ class Decoder(decoder.Decoder):
         table, head = architecture.embedding(spec.model), architecture.head(spec.model)
         with spec.allocation():
             rows = torch.empty(spec.local_shape(table))
-            add_module(self, spec, "embedding", nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows), table)
+            self.embedding = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows)
+            self.describe_child("embedding.weight", table, spec.layout)
             self.layers = nn.ModuleList(Block(spec, n, _alone=False) for n in range(spec.model.layers))
             add_norm(self, spec, architecture.final_norm(spec.model))
-            add_module(self, spec, "lm_head", uninitialized_linear(spec, *reversed(spec.local_shape(head))), head)
+            self.lm_head = uninitialized_linear(spec, head)
+            self.describe_child("lm_head.weight", head, spec.layout)
         if initialized and spec.device.type != "meta":
             initialize(self, spec.seed)
         self._sums = shard_weights(self, spec)
@@ -170,19 +166,21 @@ class Decoder(decoder.Decoder):
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name in a checkpoint, unsharded tensor) for every parameter. Collective under TP and FSDP2: all ranks must
         iterate. Raises ConfigError if weights alone do not tell what this module computes, such as with adapters."""
-        for name, parameter in self.named_by_checkpoint():
+        for name, parameter in self.stored_parameters().items():
             yield name, whole_weight(parameter.detach())
 
-    def named_by_checkpoint(self) -> list[tuple[str, nn.Parameter]]:
-        """(name in a checkpoint, parameter), in forward order; a parameter that modules share has several names. Raises ConfigError
-        as `whole_parameters` does."""
+    def stored_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by name in a checkpoint. One that modules share has several. Raises ConfigError as `whole_parameters`."""
         spec = copy.copy(self.spec)
         spec.device = torch.device("meta")
-        twin = Decoder(spec)
-        require_stored(self, twin, is_copy=False)
-        paths = {parameter: path for path, parameter in twin.named_parameters()}
-        each = [(fused.slices[0].parameter.name, paths[fused.parameter]) for fused in fused_params(twin)]
-        return [(name, self.get_parameter(path)) for name, path in each]
+        return stored_parameters(self, Decoder(spec), is_copy=False)
+
+    def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
+        if len({id(block.attn) for block in self.layers}) < len(self.layers):
+            raise ConfigError(
+                "layers share attn, but generation caches keys and values by layer; load the model without sharing"
+            )
+        return super().make_caches(batch, capacity)
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:

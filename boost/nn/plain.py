@@ -2,12 +2,12 @@
 
 What users and tools attach to a module (hooks, adapters, another class, a bias) works only if the module is called. Over several TP
 ranks, a norm, its projections and their collective are one operation, so it is refused there (`is_read`). A checkpoint has only
-weights, so whatever they do not tell is refused when they are saved (`require_stored`).
+weights, so whatever they do not tell is refused when they are saved (`stored_parameters`).
 
 Legend: B sequences, S tokens per sequence, T = B * S.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from boost.config.architecture import IGNORED
 from boost.errors import ConfigError
 from boost.layouts.single.runtime import Single
+from boost.models.fused import fused_params
 from boost.models.group import Flow
 from boost.models.interface import NOTHING_IN_FLIGHT, Teaching
 from boost.models.kernels import statistic_dtype
@@ -31,13 +32,18 @@ EMBEDDING: dict[str, Any] = {"padding_idx": None, "max_norm": None, "scale_grad_
 """Options of a plain `nn.Embedding`."""
 
 
-def difference(module: nn.Module, kind: type[nn.Module], **options: Any) -> str | None:
-    """What makes `module` other than a plain `kind` with these attributes; None if it is plain. This is the whole list."""
-    if type(module) is not kind:  # including a subclass, parametrizations, adapters, wrappers, and FSDP2's units
-        return f"is a {type(module).__module__}.{type(module).__name__}"
-    if has_hooks(module):  # including torch.nn.utils.prune
-        return "has hooks"
-    if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+def difference(module: nn.Module, kind: type[nn.Module], hooks: bool = True, **options: Any) -> str | None:
+    """What makes `module` other than a plain `kind` with these attributes; None if it is plain. This is the whole list. `hooks`
+    includes what leaves the function of weights as it is, and is not saved."""
+    own = type(module)
+    if not hooks and issubclass(own, FSDPModule):
+        own = own.__bases__[-1]
+    if own is not kind:  # including a subclass, parametrizations, adapters, wrappers, and FSDP2's units
+        return f"is a {own.__module__}.{own.__name__}"
+    forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
+    if hooks and (forward or backward or module._backward_pre_hooks or module._compiled_call_impl):
+        return "has hooks or is compiled"  # torch.nn.utils.prune is a hook, too
+    if "forward" in module.__dict__:
         return "has another forward"
     for name, value in options.items():
         if getattr(module, name) != value:
@@ -49,12 +55,6 @@ def difference(module: nn.Module, kind: type[nn.Module], **options: Any) -> str 
         if type(weights.get("weight")) not in WEIGHTS:
             return f"has a weight of type {type(getattr(module, 'weight', None)).__name__}"
     return None
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something runs before or after a call of this module."""
-    forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
-    return bool(forward or backward or module._backward_pre_hooks)
 
 
 def is_read(what: str | None, tp: int) -> bool:
@@ -81,13 +81,13 @@ def call(module: nn.Module, x: Tensor) -> Tensor:
 class OneProcess(Single):
     """`single`, in which a function may stand for the weight of the embedding, of the final norm and of the head."""
 
-    def embed(self, flow: Flow, table: Tensor | Callable[[Tensor], Tensor], dtype: torch.dtype) -> Iterable[None]:
+    def embed(self, flow: Flow, table: Any, dtype: torch.dtype) -> Iterable[None]:
         if isinstance(table, Tensor):
             return super().embed(flow, table, dtype)
         flow.x = table(flow.x).to(dtype)
         return NOTHING_IN_FLIGHT
 
-    def norm(self, x_TD: Tensor, gamma: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+    def norm(self, x_TD: Tensor, gamma: Any) -> Tensor:
         return super().norm(x_TD, gamma) if isinstance(gamma, Tensor) else gamma(x_TD)
 
     def loss(self, normed_TD: Tensor, head: Any, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
@@ -96,16 +96,19 @@ class OneProcess(Single):
         logits_TV = head(normed_TD).to(statistic_dtype(normed_TD.dtype))
         return F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORED, reduction="sum")
 
-    def all_logits(self, normed_TD: Tensor, head: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+    def all_logits(self, normed_TD: Tensor, head: Any) -> Tensor:
         return super().all_logits(normed_TD, head) if isinstance(head, Tensor) else head(normed_TD)
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         return self.all_logits(self.norm(x[tokens_N], gamma), head)
 
 
-def require_stored(module: nn.Module, twin: nn.Module, is_copy: bool) -> None:
-    """Raises ConfigError if `module` has more than the weights of `twin`, a new module with the same spec. `is_copy`: the weights
-    are for another module in this process, which would lack hooks and wrappers."""
+def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict[str, nn.Parameter]:
+    """The parameters of `module` by name in a checkpoint, in forward order. `twin`: a new module with the same spec.
+
+    Raises ConfigError if they do not tell what `module` computes. `is_copy`: they are for another module in this process, which
+    would also lack hooks and wrappers.
+    """
     same = (
         () if is_copy else ("_orig_mod", "_checkpoint_wrapped_module")
     )  # torch.compile and recomputation: the same function
@@ -113,32 +116,25 @@ def require_stored(module: nn.Module, twin: nn.Module, is_copy: bool) -> None:
     def clean(path: str) -> str:
         return ".".join(part for part in path.split(".") if part not in same)
 
-    def check(is_same: bool, path: str, what: str) -> None:
-        if not is_same:
-            other = "boost.parallelize copies" if is_copy else "checkpoints hold"
+    def check(path: str, what: str | None) -> None:
+        if what:
+            other = "boost.parallelize copies" if is_copy else "a checkpoint holds"
             raise ConfigError(f"{path or 'model'} {what}, but {other} only weights; merge or remove it first")
 
-    theirs = dict(twin.named_modules())
+    theirs: dict[str, Any] = dict(twin.named_modules())
     for path, own in module.named_modules(remove_duplicate=False):
-        if not own._modules.keys().isdisjoint(same):
-            continue
-        kind = type(own).__bases__[-1] if isinstance(own, FSDPModule) else type(own)
-        like = theirs.get(clean(path))
-        check(kind is type(like), path, f"is a {kind.__module__}.{kind.__name__}")
-        check("forward" not in own.__dict__, path, "has another forward")
-        check(not (is_copy and (has_hooks(own) or own._compiled_call_impl)), path, "has hooks or is compiled")
-        for name in ("eps", "activation", *EMBEDDING):
-            value = getattr(own, name, None)
-            check(value == getattr(like, name, None), path, f"has {name} = {value}")
-    weights, dtype = {clean(path): weight for path, weight in module.named_parameters(remove_duplicate=False)}, None
-    for path, weight in twin.named_parameters():
-        own_weight = weights.pop(path, None)
-        check(own_weight is not None and own_weight.shape == weight.shape, path, "is missing, or has another shape")
-        assert own_weight is not None
-        dtype = dtype or own_weight.dtype
-        check(own_weight.dtype == dtype, path, f"is in {own_weight.dtype}, not in {dtype}")
-        check(type(own_weight) in WEIGHTS, path, f"is of type {type(own_weight).__name__}")
-        hooks = is_copy and (own_weight._backward_hooks or own_weight._post_accumulate_grad_hooks)
-        check(not hooks, path, "has gradient hooks")
-    for path in (*weights, *(name for name, _ in module.named_buffers())):
-        check(False, path, "is no weight of boost.nn")
+        if own._modules.keys().isdisjoint(same):
+            like = theirs.get(clean(path))
+            options = {name: getattr(like, name) for name in ("eps", "activation", *EMBEDDING) if hasattr(like, name)}
+            check(path, difference(own, type(like), hooks=is_copy, **options))
+    weights = {clean(path): weight for path, weight in module.named_parameters(remove_duplicate=False)}
+    dtype, expected = next(iter(weights.values())).dtype, dict(twin.named_parameters())
+    for path in (*(weights.keys() ^ expected.keys()), *(name for name, _ in module.named_buffers())):
+        check(path, "is no weight of boost.nn")
+    for path, weight in weights.items():
+        check(path, None if weight.shape == expected[path].shape else f"has shape {tuple(weight.shape)}")
+        check(path, None if weight.dtype == dtype else f"is {weight.dtype}, not {dtype}")
+        hooks = is_copy and (weight._backward_hooks or weight._post_accumulate_grad_hooks)
+        check(path, "has gradient hooks" if hooks else None)
+    paths = {parameter: path for path, parameter in expected.items()}
+    return {fused.slices[0].parameter.name: weights[paths[fused.parameter]] for fused in fused_params(twin)}

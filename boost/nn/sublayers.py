@@ -6,7 +6,7 @@ Legend: B sequences, S tokens per sequence, T = B * S, D width of the residual s
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from boost.models.latent_gate import LatentGate
 from boost.nn.linear import LowRankLinear
 from boost.nn.plain import call, difference, is_read
 from boost.nn.spec import Spec, autocast_resolved
-from boost.nn.weights import local_weight, shard_weights
+from boost.nn.weights import local_weight, once_differentiable, shard_weights
 from boost.parallel.recompute import POLICIES
 
 
@@ -110,22 +110,17 @@ class SeparateLinears(LinearGroup):
     def changed(self) -> str | None:
         """The first module that is not plain, with the difference; None: all are plain."""
         for name, linear in zip(self._names, self.linears, strict=True):
-            if not self.low_rank:
-                what = difference(linear, nn.Linear)
-            elif what := self.linear_changed(linear):
-                pass
-            elif what := difference(linear._modules["A"], nn.Linear):  # type: ignore[arg-type]
-                name += ".A"
-            elif what := difference(linear._modules["B"], nn.Linear):  # type: ignore[arg-type]
-                name += ".B"
-            if what:
+            if what := self._linear_changed(linear):
                 return f"{name} {what}"
-        gate = self.latent_gate
-        what = None if gate is None else difference(gate, Gate)
-        return f"{self._gate} {what}" if what else None
+            for factor in "AB" if self.low_rank else "":
+                if what := difference(cast(nn.Module, linear._modules[factor]), nn.Linear):
+                    return f"{name}.{factor} {what}"
+        what = None if self.latent_gate is None else difference(self.latent_gate, Gate)
+        return what and f"{self._gate} {what}"
 
-    def linear_changed(self, linear: nn.Module) -> str | None:
-        """What makes a linear other than two factors with the family's activation between them."""
+    def _linear_changed(self, linear: nn.Module) -> str | None:
+        if not self.low_rank:
+            return difference(linear, nn.Linear)
         return difference(linear, LowRankLinear, activation="silu" if self.silu else "none")
 
     def call(self, x_BSI: Tensor, prev: Latents) -> tuple[list[Tensor], Latents]:
@@ -134,10 +129,8 @@ class SeparateLinears(LinearGroup):
         if not self.feeds_next and self.latent_gate is None:
             return [call(linear, x_BSI) for linear in self.linears], ()
         for name, linear in zip(self._names, self.linears, strict=True):
-            if what := self.linear_changed(linear):
-                raise ConfigError(
-                    f"{name} {what}: family 'lax' passes latents from A and B to other blocks; change A or B instead"
-                )
+            if what := self._linear_changed(linear):
+                raise ConfigError(f"{name} {what}, but other blocks use its latents; change its factors A or B instead")
         latents = [call(module, x_BSI).flatten(0, 1) for module in self.inner_modules]
         widths = [u.shape[-1] for u in latents]
         h, new = self.activate([torch.cat(latents, dim=-1)] if self.is_one_tensor else latents, prev)
@@ -151,49 +144,51 @@ def child_name(slot: architecture.Slot) -> str:
     return f"{slot.name.partition('.')[2]}_proj"
 
 
-def _parameters(shape: architecture.GroupSpec, prefix: str, factor: str, slot: architecture.Slot) -> list[Parameter]:
-    return [p for p in shape.parameters(prefix, factor) if p.name == f"{prefix}.{slot.name}.{factor}"]
-
-
 class Sublayer(FusedModule):
     """A pre-norm residual sublayer under a layout."""
 
     norm: nn.RMSNorm
     name: str
     """Name of this sublayer in a block."""
-    groups: tuple[SeparateLinears, SeparateLinears]
-    """The groups of linears, in forward order."""
+    index: int
+    """Its first group of linears among those of a block."""
+    run_fused: Callable[[Layout, Flow, Context], Iterator[None]]
+    """`run`, with the weights of plain modules."""
+    call_modules: Callable[[Tensor, Latents, Context], tuple[Tensor, Latents]]
+    """`run` on one process, with calls of all modules, as in any PyTorch model: [B, S, D] -> (x, latents for the next block)."""
 
-    def __init__(self, spec: Spec | None, layer: int, sizes: dict[str, Any]) -> None:
+    def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
+        """Built from a `Spec` or sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError if they are invalid."""
         super().__init__()
-        self.spec = as_spec(spec, sizes)
-        self.model, self.layout = self.spec.model, self.spec.layout
+        self.spec = spec = as_spec(spec, sizes)
+        self.model, self.layout = spec.model, spec.layout
         """`initialize` reads these attributes."""
         self.layer = layer
+        with spec.allocation():
+            add_norm(self, spec, Parameter(f"layers.{layer}.{self.name}_norm", (self.model.dim,), "norm"))
+            groups = architecture.groups(self.model, layer)
+            self.groups = self._add_linears(groups[self.index]), self._add_linears(groups[self.index + 1])
+        self.taken = sum(group.taken for group in self.groups)
+        """Number of tensors of the previous block's latents that this sublayer uses."""
+        finish(self, _alone)
 
-    def add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
+    def _add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
         """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
-        prefix = f"layers.{self.layer}"
-        for slot in shape.slots:
-            name, linear = child_name(slot), cast(nn.Module, None)
-            if slot.rank is None:
-                (weight,) = _parameters(shape, prefix, "W", slot)
-                out_local, in_local = self.spec.local_shape(weight)
-                linear = uninitialized_linear(self.spec, in_local, out_local)
-                described = {f"{name}.weight": weight}
-            else:
-                (a,), (b,) = (_parameters(shape, prefix, factor, slot) for factor in "AB")
+        prefix, factors = f"layers.{self.layer}", "AB" if self.model.low_rank else "W"
+        parameters = zip(*(shape.parameters(prefix, factor) for factor in factors), strict=True)
+        for slot, stored in zip(shape.slots, parameters, strict=True):
+            name, linears = child_name(slot), [uninitialized_linear(self.spec, each) for each in stored]
+            self.add_module(name, linears[0])
+            if self.model.low_rank:
                 # A rank may exceed a shard's width, which `LowRankLinear.__init__` would reject.
-                linear = factors = LowRankLinear.__new__(LowRankLinear)
-                nn.Module.__init__(factors)
-                factors.activation = self.model.latent_act
-                for factor, parameter in (("A", a), ("B", b)):
-                    out_local, in_local = self.spec.local_shape(parameter)
-                    factors.add_module(factor, uninitialized_linear(self.spec, in_local, out_local))
-                described = {f"{name}.A.weight": a, f"{name}.B.weight": b}
-            self.add_module(name, linear)
-            for attribute, parameter in described.items():
-                self.describe_child(attribute, parameter, self.layout)
+                linear = LowRankLinear.__new__(LowRankLinear)
+                nn.Module.__init__(linear)
+                linear.activation = self.model.latent_act
+                linear.A, linear.B = linears
+                self.add_module(name, linear)
+            for factor, parameter in zip(factors, stored, strict=True):
+                path = f"{name}.weight" if factor == "W" else f"{name}.{factor}.weight"
+                self.describe_child(path, parameter, self.layout)
         if architecture.has_latent_gate(self.model, self.layer):
             self.add_module(f"{shape.name}_gate", Gate(self.model, shape, prefix, self.layout))
         group = SeparateLinears(self, self.spec, self.layer, shape)
@@ -208,36 +203,22 @@ class Sublayer(FusedModule):
         """
         if run is None:
             return run_alone(self.spec, x, batch, self.run)
-        (context,) = run.contexts
+        layout, (context,) = run
         flow = Flow(x.reshape(-1, x.shape[-1]), prev)
-        interleave([self.run(run.layout, flow, context)])
-        x = flow.x.view_as(x)
-        return (x, *flow.latents) if flow.latents else x
+        interleave([self.run(layout, flow, context)])
+        made = _tensors(layout, [Stream(flow.x, flow.latents)], [context])
+        return made if len(made) > 1 else made[0]
 
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterable[None]:
         """Runs one part of a micro-batch through this sublayer."""
         what = self._changed()
         if is_read(what and f"layers.{self.layer}.{self.name}.{what}", self.spec.tp.size):
             return self.run_fused(layout, flow, context)
-        x_BSD = flow.x.view(context.batch, -1, flow.x.shape[-1])
-        prev = flow.take(self.taken)
+        x_BSD, prev = flow.x.view(context.batch, -1, self.model.dim), flow.take(self.taken)
         x_BSD, latents = self.groups[0].policy.local(self.call_modules, x_BSD, prev, context)
         flow.x = x_BSD.flatten(0, 1)
         flow.latents += latents
         return NOTHING_IN_FLIGHT
-
-    @property
-    def taken(self) -> int:
-        """Number of tensors of the previous block's latents that this sublayer uses."""
-        return sum(group.taken for group in self.groups)
-
-    def run_fused(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
-        """`run`, with the weights of plain modules."""
-        raise NotImplementedError
-
-    def call_modules(self, x_BSD: Tensor, prev: Latents, context: Context) -> tuple[Tensor, Latents]:
-        """`run` on one process, with calls of all modules, as in any PyTorch model: (x, latents for the next block)."""
-        raise NotImplementedError
 
     def _changed(self) -> str | None:
         norm = cast(nn.Module, self._modules["norm"])
@@ -246,12 +227,24 @@ class Sublayer(FusedModule):
         return self.groups[0].changed() or self.groups[1].changed()
 
 
-class Run(NamedTuple):
-    """What a decoder passes to its blocks in addition to tensors."""
+Run = tuple[Layout, Sequence[Context]]
+"""What a decoder passes to its blocks in addition to tensors: the layout, and a context for each part of the micro-batch."""
 
-    layout: Layout
-    contexts: Sequence[Context]
-    """One per part of the micro-batch."""
+
+def _tensors(layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> tuple[Tensor, ...]:
+    """(x, *latents) of each part, with x as [B, S, D], as hooks expect it, unless the layout shards tokens."""
+    made: list[Tensor] = []
+    for (x, latents), context in zip(streams, contexts, strict=True):
+        is_whole = layout.residual_shape(layout.size)[0] == layout.size
+        made += [x.view(context.batch, -1, x.shape[-1]) if is_whole else x, *latents]
+    return tuple(made)
+
+
+def _streams(made: Tensor | Sequence[Tensor], parts: int) -> list[Stream]:
+    """Inverse of `_tensors`."""
+    tensors = [made] if isinstance(made, Tensor) else made
+    each = zip(*[iter(tensors)] * (len(tensors) // parts), strict=True)
+    return [Stream(x.reshape(-1, x.shape[-1]), tuple(latents)) for x, *latents in each]
 
 
 def as_spec(spec: Spec | None, sizes: dict[str, Any]) -> Spec:
@@ -261,41 +254,16 @@ def as_spec(spec: Spec | None, sizes: dict[str, Any]) -> Spec:
     return spec if spec is not None else Spec(**sizes)
 
 
-def uninitialized_linear(spec: Spec, in_features: int, out_features: int) -> nn.Linear:
-    """A linear that draws no random numbers, as weights come from `initialize` or from a file."""
-    linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=False, device=spec.device, dtype=spec.dtype)
-    assert isinstance(linear, nn.Linear)
-    return linear
-
-
-def add_module(module: FusedModule, spec: Spec, name: str, child: nn.Module, parameter: Parameter) -> None:
-    """Adds a child module that holds one parameter, `weight`."""
-    module.add_module(name, child)
-    module.describe_child(f"{name}.weight", parameter, spec.layout)
+def uninitialized_linear(spec: Spec, parameter: Parameter) -> nn.Linear:
+    """A linear for this process's shard of a weight. Draws no random numbers."""
+    rows, columns = spec.local_shape(parameter)
+    return cast(nn.Linear, nn.utils.skip_init(nn.Linear, columns, rows, bias=False, device=spec.device))
 
 
 def add_norm(module: FusedModule, spec: Spec, parameter: Parameter) -> None:
     """Adds an RMSNorm, which layouts apply together with the projection that follows it."""
-    add_module(module, spec, "norm", nn.RMSNorm(spec.local_shape(parameter), eps=spec.model.norm_eps), parameter)
-
-
-def by_sequence(layout: Layout, x_TD: Tensor, batch: int) -> Tensor:
-    """[T, D] as [B, S, D], as users expect it, unless the layout shards tokens."""
-    return x_TD.view(batch, -1, x_TD.shape[-1]) if layout.residual_shape(layout.size)[0] == layout.size else x_TD
-
-
-def once_differentiable(y: Tensor) -> Tensor:
-    """Marks a result, whose backward pass raises ConfigError if it shall be differentiable itself."""
-    if y.requires_grad and not torch.compiler.is_compiling():
-        y.register_hook(_refuse_second_derivatives)
-    return y
-
-
-def _refuse_second_derivatives(_gradient: Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise ConfigError(
-            "create_graph = True is not supported: boost.nn has no second derivatives; use create_graph = False"
-        )
+    module.add_module("norm", nn.RMSNorm(spec.local_shape(parameter), eps=spec.model.norm_eps))
+    module.describe_child("norm.weight", parameter, spec.layout)
 
 
 def run_alone(
@@ -335,16 +303,7 @@ class LowRankAttention(Sublayer):
     and the residual update belong to the sublayer, because layouts merge them with the projections' collectives.
     """
 
-    name = "attn"
-
-    def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
-        """Built from a `Spec` or sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError if they are invalid."""
-        super().__init__(spec, layer, sizes)
-        qkv, o, _, _ = architecture.groups(self.model, layer)
-        with self.spec.allocation():
-            add_norm(self, self.spec, Parameter(f"layers.{layer}.attn_norm", (self.model.dim,), "norm"))
-            self.groups = self.add_linears(qkv), self.add_linears(o)
-        finish(self, _alone)
+    name, index = "attn", 0
 
     def run_fused(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
         cache = context.caches[self.layer] if context.caches else None
@@ -366,16 +325,7 @@ class LowRankMLP(Sublayer):
     `gate_proj`, `up_proj` and `down_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense").
     """
 
-    name = "mlp"
-
-    def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
-        """Built from a `Spec` or sizes: LowRankMLP(dim=512, ffn_dim=1376, rank=128). Raises ConfigError if they are invalid."""
-        super().__init__(spec, layer, sizes)
-        _, _, gate_up, down = architecture.groups(self.model, layer)
-        with self.spec.allocation():
-            add_norm(self, self.spec, Parameter(f"layers.{layer}.mlp_norm", (self.model.dim,), "norm"))
-            self.groups = self.add_linears(gate_up), self.add_linears(down)
-        finish(self, _alone)
+    name, index = "mlp", 2
 
     def run_fused(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
         return mlp(layout, flow, local_weight(self.norm), *self.groups, self.model.mlp_silu)
@@ -420,38 +370,30 @@ class Block(TransformerBlock):
             if layout.halves:
                 name = f"layers.{self.layer_index}.{kind.name}"
                 raise ConfigError(f"{name} {what}: overlap = 'halves' does not call it; attach it to the block")
-            x = by_sequence(layout, flow.x, context.batch)
-            made = sublayer(x, *flow.take(sublayer.taken), run=Run(layout, [context]))
-            x, *latents = made if isinstance(made, tuple) else (made,)
-            flow.x = x.reshape(flow.x.shape)
-            flow.latents += tuple(latents)
+            before = [Stream(flow.x, flow.take(sublayer.taken))]
+            made = sublayer(*_tensors(layout, before, [context]), run=(layout, [context]))
+            ((flow.x, latents),) = _streams(made, 1)
+            flow.latents += latents
         flow.next_block()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """A decoder passes (layout, streams, contexts). Hooks, wrappers and FSDP get the tensors in the streams."""
-        if isinstance(arguments[0], Tensor):
+        if not arguments or isinstance(arguments[0], Tensor):
             return super().__call__(*arguments, **options)
         layout, streams, contexts = arguments
         if is_read(difference(self, Block), 1):
             return super().forward(layout, streams, contexts)
-        each = zip(streams, contexts, strict=True)
-        tensors = [
-            x for stream, context in each for x in (by_sequence(layout, stream.x, context.batch), *stream.latents)
-        ]
-        made = super().__call__(*tensors, run=Run(layout, contexts))
-        return _streams(made if isinstance(made, tuple) else (made,), len(contexts))
+        made = super().__call__(*_tensors(layout, streams, contexts), run=(layout, contexts))
+        return _streams(made, len(contexts))
 
-    def forward(self, *tensors: Tensor, batch: int | None = None, run: Run | None = None) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, *rest: Tensor, batch: int | None = None, run: Run | None = None) -> Any:  # type: ignore[override]
         """[B, S, D] -> [B, S, D]: the residual stream after the block, as in `LowRankAttention.forward`.
 
         A decoder passes `run`, and (x, *latents) for each part of the micro-batch.
         """
         if run is not None:
-            streams = _streams(tensors, len(run.contexts))
-            after = super().forward(run.layout, streams, run.contexts)
-            shapes = [x.shape for x in tensors[:: len(tensors) // len(streams)]]
-            each = zip(after, shapes, strict=True)
-            made = tuple(x for stream, shape in each for x in (stream.x.view(shape), *stream.latents))
+            layout, contexts = run
+            made = _tensors(layout, super().forward(layout, _streams((x, *rest), len(contexts)), contexts), contexts)
             return made if len(made) > 1 else made[0]
 
         def alone(layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
@@ -459,11 +401,4 @@ class Block(TransformerBlock):
             flow.x = after.x
             yield
 
-        (x,) = tensors
         return run_alone(self.spec, x, batch, alone)
-
-
-def _streams(tensors: Sequence[Tensor], parts: int) -> list[Stream]:
-    """(x, *latents) of each part as streams, with x as rows."""
-    each = zip(*[iter(tensors)] * (len(tensors) // parts), strict=True)
-    return [Stream(x.reshape(-1, x.shape[-1]), tuple(latents)) for x, *latents in each]

@@ -125,3 +125,17 @@ def storage(weight: Tensor) -> Tensor:
     """This rank's writable shard of a parameter, outside the graph."""
     weight = weight.detach()
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def once_differentiable(y: Tensor) -> Tensor:
+    """Marks a result whose gradients have no gradients: asking for them raises ConfigError, instead of computing wrong ones."""
+
+    def refuse(_: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph = True is not supported: boost.nn has no second derivatives; use create_graph = False"
+            )
+
+    if y.requires_grad and not torch.compiler.is_compiling():
+        y.register_hook(refuse)
+    return y
