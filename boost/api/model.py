@@ -33,14 +33,20 @@ from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.nn import Decoder
 from boost.nn.weights import whole_weight
-from boost.train.checkpoint import PREFIX, Checkpoint, find_checkpoint, finish_weights, open_checkpoint, read_checkpoint
+from boost.train.checkpoint import (
+    PREFIX,
+    TRAITS,
+    Checkpoint,
+    find_checkpoint,
+    finish_weights,
+    open_checkpoint,
+    read_checkpoint,
+)
 from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
 
 FILE_BYTES = 5 * 10**9
 """Maximum size of a weight file."""
-TRAITS = "parameters"
-"""Key of the frozen and tied parameters in a checkpoint's data."""
 
 
 class Model(nn.Module):
@@ -189,19 +195,21 @@ class Model(nn.Module):
         Raises ConfigError if the folder exists, or if the model has more than weights, such as adapters; or StorageError.
         """
         path, is_writer, named = Path(path), self._is_writer, self.decoder.stored_parameters()
+        traits = traits_of(named)
+        tied = {name for names in traits["tied"] for name in names}
         require_free(path, "path")  # on all ranks, so that none waits for a rank that raised an error
         self._barrier()
         with new_folder(path, "path") if is_writer else contextlib.nullcontext() as temporary:
             writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES) if temporary else None
             for name, parameter in named.items():
                 tensor = whole_weight(parameter.detach())
-                if writer:
-                    writer.add(f"{PREFIX}{name}", tensor.cpu())
+                if writer:  # safetensors accepts no tensors that share memory
+                    writer.add(f"{PREFIX}{name}", (tensor.clone() if name in tied else tensor).cpu())
             if writer and temporary:
                 writer.close()
                 texts = [("tokenizer.json", self._tokenizer_json)] if self._tokenizer_json else []
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
-                data[TRAITS] = traits_of(named)
+                data[TRAITS] = traits
                 context = int(self._data.get("context") or self.config.train.seq_len)
                 model, dtype = self.decoder.model.model_dump(), dtype_name(next(iter(named.values())).dtype)
                 finish_weights(temporary, path.resolve(), weights_config(model, dtype, context), data, texts)

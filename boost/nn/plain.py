@@ -121,10 +121,10 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
             other = "boost.parallelize copies" if is_copy else "a checkpoint holds"
             raise ConfigError(f"{path or 'model'} {what}, but {other} only weights; merge or remove it first")
 
-    theirs: dict[str, Any] = dict(twin.named_modules())
+    theirs = dict(twin.named_modules())
     for path, own in module.named_modules(remove_duplicate=False):
         if own._modules.keys().isdisjoint(same):
-            like = theirs.get(clean(path))
+            like: Any = theirs.get(clean(path))
             options = {name: getattr(like, name) for name in ("eps", "activation", *EMBEDDING) if hasattr(like, name)}
             check(path, difference(own, type(like), hooks=is_copy, **options))
     weights = {clean(path): weight for path, weight in module.named_parameters(remove_duplicate=False)}

@@ -206,6 +206,10 @@ class Trainer:
                 checkpoint = ckpt.read_checkpoint(Path(start_from), self._load_weights, self.mesh)
                 self.started_from = checkpoint.path
                 log.info("initialized from the weights of %s", self.started_from)
+                if any((checkpoint.data.get(ckpt.TRAITS) or {}).values()):
+                    self.warnings.append(
+                        "parameters that are frozen or tied in the checkpoint are trained, each by itself"
+                    )
         self.inherit(inherited_data(self.config, self.corpus, checkpoint))
         for warning in self.warnings:
             log.warning(warning)

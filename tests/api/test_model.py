@@ -16,6 +16,7 @@ from boost.errors import BoostError, ConfigError
 from boost.train.hooks import StepEnd
 from tests import toy
 from tests.distributed import run_distributed
+from tests.nn import ways
 
 SIZES = {"vocab_size": 300, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 4, "rank": 8}
 
@@ -134,6 +135,57 @@ def test_save_and_load_round_trips(trained: boost.Trainer, tmp_path: Path) -> No
     assert again.generate("x = ", 5) == model.generate("x = ", 5)
     with pytest.raises(ConfigError, match=r"path = .*exists"):
         model.save(tmp_path / "saved")
+
+
+def test_frozen_and_tied_parameters_are_saved(tmp_path: Path) -> None:
+    model = boost.Model.from_config({"model": {"family": "cola", **SIZES}}).double()
+    ways.tie(ways.share(".attn.q_proj", ways.freeze(model.decoder)))
+    again = boost.Model.from_pretrained(model.save(tmp_path / "saved"))
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    decoder = again.decoder
+    assert decoder.lm_head.weight is decoder.embedding.weight and decoder.embedding.weight.dtype == torch.float64
+    assert decoder.layers[1].attn.q_proj.A.weight is decoder.layers[0].attn.q_proj.A.weight
+    untied = boost.Model.from_pretrained(tmp_path / "saved", untie=True).decoder
+    assert untied.lm_head.weight is not untied.embedding.weight
+    assert torch.equal(untied.lm_head.weight, decoder.lm_head.weight)
+
+
+def test_a_run_says_what_it_does_not_keep(
+    trained: boost.Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = trained.model()
+    ways.freeze(model.decoder)
+    model.save(tmp_path / "saved")
+    config = tree(Path(str(trained.config.data.store)), tmp_path / "next")
+    with caplog.at_level("WARNING", "boost"):
+        boost.Trainer(config, start_from=tmp_path / "saved").fit()
+    assert "parameters that are frozen or tied in the checkpoint are trained, each by itself" in caplog.text
+    assert all(p.requires_grad for p in boost.Model.from_pretrained(tmp_path / "next").parameters())
+
+
+@pytest.mark.slow
+def test_peft_adapts_a_model(tmp_path: Path) -> None:
+    """LoRA on every factor, trained, is refused when saved, and saved once it is merged."""
+    peft = pytest.importorskip("peft")
+    model = boost.Model.from_config({"model": {"family": "cola", **SIZES}}, dtype=torch.float64)
+    tokens = torch.arange(16).view(2, 8)
+    before = model(tokens)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["A", "B"], init_lora_weights=False))
+    after = adapted(tokens)
+    assert (after - before).abs().max() > 1e-3 * before.abs().max()
+    adapted(tokens, tokens).backward()
+    assert all((p.grad is not None) == ("lora_" in name) for name, p in adapted.named_parameters())
+    assert adapted.generate([1, 2, 3], 2, temperature=0)
+    with pytest.raises(ConfigError, match=r"q_proj\.A is a peft.*Linear, but a checkpoint holds only weights; merge"):
+        model.save(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+    merged = adapted.merge_and_unload()
+    assert merged is model
+    again = boost.Model.from_pretrained(model.save(tmp_path / "saved"))
+    torch.testing.assert_close(again(tokens), after, rtol=1e-10, atol=1e-12)
+    frozen = [not p.requires_grad for p in again.parameters()]
+    assert all(frozen), "as peft left them"
 
 
 @pytest.mark.slow

@@ -38,24 +38,21 @@ def error(actual: list[Tensor], family: str, name: str) -> float:
     return max(float((a - e).abs().max()) for a, e in zip(actual, plain, strict=True))
 
 
-def on_commit(family: str, name: str) -> bool:
+def marks(family: str, name: str) -> Any:
     if family == "cola":
-        return not name.endswith((f"{ways.Q}.B", f"{ways.OUT}.A", ways.OUT, ways.UP))
-    return any(part in name for part in UNUSUAL[family])
+        on_commit = not name.endswith((f"{ways.Q}.B", f"{ways.OUT}.A", ways.OUT, ways.UP))
+    else:
+        on_commit = any(part in name for part in UNUSUAL[family])
+    uses_peft = "LoRA" in name or "DoRA" in name  # which imports transformers
+    return () if on_commit and not uses_peft else pytest.mark.slow if on_commit else pytest.mark.nightly
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        pytest.param(family, name, marks=() if on_commit(family, name) else pytest.mark.nightly)
-        for family in FAMILIES
-        for name in WAYS[family]
-    ],
+    [pytest.param(family, name, marks=marks(family, name)) for family in FAMILIES for name in WAYS[family]],
 )
 def test_one_process(family: str, name: str) -> None:
-    if "LoRA" in name or "DoRA" in name:
-        pytest.importorskip("peft")
     model = WAYS[family][name](make(family))
     if family == "lax" and name in REFUSED_BY_LAX:
         with pytest.raises(ConfigError, match=r"_proj .*, but other blocks use its latents; change its factors A or B"):

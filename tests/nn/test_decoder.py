@@ -144,6 +144,95 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
     assert worst(found[1], found[0]) <= 1e-13
 
 
+# Numbers.
+
+
+@pytest.mark.parametrize("wrong", [64, 1000, -1, -99, -101])
+def test_targets_outside_the_vocabulary_raise_as_in_torch(wrong: int) -> None:
+    tokens, targets = data()
+    targets[1, 2] = wrong
+    model = Decoder(**sizes("cola"))
+    with pytest.raises(IndexError, match=f"target {wrong} is out of bounds: valid are 0 to 63, and -100"):
+        model(tokens, targets)
+    with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("name", ["double", "bfloat16", "half"])
+def test_computation_follows_the_weights(name: str) -> None:
+    tokens, targets = data()
+    model, same = (Decoder(**sizes("cola", dtype=torch.float32)) for _ in range(2))
+    dtype = getattr(model, name)().embedding.weight.dtype
+    expected = Decoder(**sizes("cola", dtype=dtype))
+    with torch.no_grad():
+        for ours, theirs in zip(expected.parameters(), same.parameters(), strict=True):
+            ours.copy_(theirs)
+    for arguments in ((tokens,), (tokens, targets)):
+        assert torch.equal(model(*arguments), expected(*arguments))
+    assert model(tokens).dtype == model.compute_dtype == dtype
+    mixed = Decoder(**sizes("cola", dtype=torch.float32, compute_dtype=torch.bfloat16)).double()
+    assert mixed(tokens).dtype == torch.bfloat16, "a dtype that was asked for stays"
+
+
+@pytest.mark.parametrize("with_targets", [True, False])
+def test_second_derivatives_are_refused(with_targets: bool) -> None:
+    tokens, targets = data()
+    model = Decoder(**sizes("cola"))
+    loss = model(tokens, targets if with_targets else None).sum()
+    with pytest.raises(ConfigError, match="create_graph = True is not supported"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_shared_layers_do_not_share_a_cache() -> None:
+    model = Decoder(**sizes("cola"))
+    model.layers[1] = model.layers[0]
+    with pytest.raises(ConfigError, match="layers share attn, but generation caches keys and values by layer"):
+        model.make_caches(1, 8)
+
+
+def test_generation_calls_modules() -> None:
+    """With hooks that change a prompt's hidden states, the tokens after it are those of whole passes."""
+    model, (tokens, _) = Decoder(**sizes("cola")), data()
+    ends = (model.embedding, model.norm, model.lm_head, model.layers[0].attn.q_proj, model.layers[1].mlp)
+    before = model(tokens)
+    for module in ends:
+        module.register_forward_hook(lambda _module, _x, y: y + 0.5 * y.abs())
+    logits = model(tokens)
+    assert (logits - before).abs().max() > 0.1 * before.abs().max()
+    caches = model.make_caches(2, 16)
+    torch.testing.assert_close(model.next_logits(tokens[:, :9], caches), logits[:, 8], rtol=1e-10, atol=1e-12)
+    for place in range(9, 16):
+        new = model.next_logits(tokens[:, place : place + 1], caches)
+        torch.testing.assert_close(new, logits[:, place], rtol=1e-10, atol=1e-12)
+
+
+def test_hooks_of_all_modules_see_whole_sequences() -> None:
+    """Such as those of profilers and of tools that capture activations: [B, S, width] from every module."""
+    model, (tokens, targets) = Decoder(**sizes("cola")), data()
+    names, seen = {module: name for name, module in model.named_modules()}, {}
+    expected = model(tokens, targets)
+
+    def see(module: Any, _x: Any, y: Any) -> None:
+        seen[names[module]] = y.shape
+
+    with torch.nn.modules.module.register_module_forward_hook(see):
+        assert model(tokens, targets).item() == pytest.approx(expected.item(), rel=1e-13)
+    assert seen.keys() == set(names.values()) - {"layers"}
+    assert seen.pop("") == ()
+    assert {name: shape[:2] for name, shape in seen.items()} == dict.fromkeys(seen, (2, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hooked", [False, True])
+def test_it_can_be_exported(hooked: bool) -> None:
+    model, (tokens, _) = Decoder(**sizes("cola")), data()
+    if hooked:
+        model.layers[0].attn.register_forward_hook(lambda _module, _x, y: 2 * y)
+    with torch.no_grad():
+        exported = torch.export.export(model, (tokens,)).module()
+        torch.testing.assert_close(exported(tokens), model(tokens), rtol=1e-12, atol=1e-14)
+
+
 # Under TP.
 
 ALL = [

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -129,8 +130,7 @@ def activation(path: str, model: Any) -> Any:
 
 
 def lora(targets: list[str], options: dict[str, Any], model: Any) -> Any:
-    import peft
-
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options)
     with warnings.catch_warnings(action="ignore"):

@@ -33,6 +33,7 @@ from boost.train.checkpoint.commit import (
 from boost.train.checkpoint.load import (
     HUB,
     PREFIX,
+    TRAITS,
     Checkpoint,
     WeightReader,
     find_checkpoint,
@@ -55,7 +56,8 @@ from boost.train.checkpoint.write import (
 )
 
 __all__ = [
-    "BestCheckpoint", "Checkpoint", "CheckpointSaver", "HUB", "PREFIX", "Position", "SavedCheckpoint", "WeightReader",
+    "BestCheckpoint", "Checkpoint", "CheckpointSaver", "HUB", "PREFIX", "Position", "SavedCheckpoint", "TRAITS",
+    "WeightReader",
     "checkpoint_path", "complete_checkpoints", "fallback_folder", "find_checkpoint", "finish_weights", "folder_identity",
     "incomplete_warnings", "last_save_attempts", "load_training_state", "load_weights", "marks_of", "open_checkpoint",
     "open_on_all", "read_best", "read_checkpoint", "require_fits", "rotate", "step_of", "supersede",

@@ -73,6 +73,8 @@ ATTEMPTS = 5
 """How many checkpoints of a live run are tried before giving up."""
 HUB = "hub"
 """Key in a checkpoint's data: extra content of the weights' Hugging Face folder, such as a chat template."""
+TRAITS = "parameters"
+"""Key in a checkpoint's data: the names of frozen and of tied parameters, if it was saved from Python."""
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
 """Fields of [model] that only affect the initial weights."""
 PREFIX = "model."
