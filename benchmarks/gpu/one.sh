@@ -20,6 +20,7 @@ on=(--run.device="$DEVICE")
 
 piece 01-verify $BOOST verify ${own[@]+"${own[@]}"} --nproc 1 --only machines layouts step --compile all --out "$OUT/verify.json" "${on[@]}"
 piece 02-same-as-the-cpu env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/measure/test_devices_agree.py
+piece 02-graphs env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/train/test_graphs_on_gpus.py
 piece 03-processes-share-it env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/parallel/test_late.py
 for compile in none kernels blocks; do
     piece "04-shares-$compile" $PYTHON -m benchmarks.gpu.shares --device "$DEVICE" --compile "$compile" "${shares[@]}" \

@@ -160,10 +160,10 @@ class TrainConfig(Section):
     blocks if tp and cp are 1 and documents are not isolated, otherwise kernels; on CPUs, none. On CPUs, compiling needs g++."""
 
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """on: capture the forward and backward passes of a step, with their collectives, as a CUDA graph after three steps, and
-    launch it with one call in every later step, so that the GPU does not wait for Python. Compatible with every value of compile.
-    Does not support pipelines, isolated documents, parallel.shard and in-step recovery. Hooks on modules run only during the
-    capture. auto: off, until measurements show where graphs are faster."""
+    """on: capture the forward and backward passes of a step, with their collectives, as a CUDA graph after three steps, and launch
+    it with one call in every later step, so that the GPU does not wait for Python. Compatible with every value of compile. Does
+    not support pipelines, isolated documents, parallel.shard and in-step recovery. Hooks on modules run only during the capture.
+    auto: off, until measurements show where graphs are faster."""
 
     recompute: RecomputeName = "none"
     """Activation checkpointing: what each block recomputes in the backward pass. none: nothing. low-rank: everything except the
@@ -415,7 +415,3 @@ class Config(Section):
         are cast before the all-gather."""
         is_cast = self.train.compute_dtype != self.train.param_dtype
         return self.train.working_copies and is_cast and not self.shards_weights
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sections as dicts. peft asks a model's config for them."""
-        return self.model_dump()
