@@ -1,6 +1,7 @@
 """Captured passes: bitwise the same training as without, and one line where a capture is impossible."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from boost.parallel.mesh import Mesh
 from boost.train import graphs
 from boost.train.step import Stepper
 from tests import toy
+from tests.convert.toys import save
 from tests.distributed import run_distributed
 from tests.matrices import LAYOUTS, family_of, first, pairwise
 from tests.recorded import RecordedGraph, recorded_graphs
@@ -51,6 +53,18 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 )
 def test_captured_passes_train_the_same_to_the_bit(dtype: str, train: dict[str, Any]) -> None:
     assert differences(toy.toy_config(dtype, train=train)) == []
+
+
+def test_a_teacher_is_captured_too(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    other = toy.toy_config("float32", model={"family": "dense"})
+    distill = {"teacher": str(save(tmp_path / "teacher", other, tmp_path / "tokenizer.json")), "hidden": 0.1}
+    config = toy.toy_config("float32", distill=distill)
+    with recorded_graphs() as made:
+        usual, seen = (Trained(each, 6) for each in (config, captured(config)))
+    assert made[0].replays == 3 and usual.numbers == seen.numbers
+    texts = [model.stepper.teacher.cross_entropy.item() for model in (usual, seen) if model.stepper.teacher]
+    assert texts[0] == texts[1] > 0
 
 
 def differences_with_buckets(config: Config) -> list[str]:
@@ -91,6 +105,7 @@ def test_a_replay_reads_and_writes_the_tensors_of_the_capture() -> None:
     with recorded_graphs(warm_up=1) as made:
         model = Trained(captured(toy.toy_config("float32")), 2)
         places = {p: p.grad.data_ptr() for p in model.model.parameters() if p.grad is not None}
+        model.model.zero_grad(set_to_none=True)
         model.step(2)
         assert places and all(p.grad is not None and p.grad.data_ptr() == place for p, place in places.items())
         weight = model.fused_params[0].tensor
