@@ -25,6 +25,10 @@ piece 03-processes-share-it env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p
 for compile in none kernels blocks; do
     piece "04-shares-$compile" $PYTHON -m benchmarks.gpu.shares --device "$DEVICE" --compile "$compile" "${shares[@]}" \
         --out "$OUT/shares-$compile.json" --traces "$OUT/traces-$compile"
+    if [ "$DEVICE" = cuda ]; then
+        piece "04-shares-$compile-graphs" $PYTHON benchmarks/gpu/shares.py --compile "$compile" --graphs "${shares[@]}" \
+            --out "$OUT/shares-$compile-graphs.json" --traces "$OUT/traces-$compile-graphs"
+    fi
 done
 piece 05-kernels $PYTHON -m benchmarks.gpu.kernels --device "$DEVICE" ${kernels[@]+"${kernels[@]}"} --out "$OUT/kernels.json"
 piece 06-single $PYTHON -m benchmarks single "${model[@]}" ${single[@]+"${single[@]}"} "${on[@]}" --rounds "$rounds" --out "$OUT/single"

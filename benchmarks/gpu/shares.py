@@ -18,9 +18,10 @@ from boost.config.architecture import flops_per_token
 from boost.layouts import layout_spec
 from boost.measure.steps import Stepper, synchronize
 from boost.plan.hardware import load_hardware
+from boost.train.graphs import WARM_UP
 from boost.train.hardware import peak_flops
 
-TP, WARM, ROUNDS = 4, 3, 7
+TP, WARM, ROUNDS = 4, WARM_UP + 1, 7
 STEPS = 4
 """Steps per round on a GPU."""
 
@@ -35,6 +36,7 @@ def measured(args: argparse.Namespace, layout: str, micro_batch: int, device: to
         f"--train.{name}={value}" for name, value in (("micro_batch", micro_batch), ("global_batch", micro_batch))
     ]
     words += [f"--train.seq_len={args.seq}", f"--train.compile={args.compile}", f"--run.device={args.device}"]
+    words += ["--train.cuda_graphs=on"] if args.graphs else []
     words += ["--model.vocab_size=32000" if args.device == "cuda" else "--model.vocab_size=512"]
     words += ["--train.compute_dtype=bfloat16"] if args.device == "cuda" else []
     config = load("demo", [*words, f"--parallel.layout={layout}", f"--parallel.tp={TP}"])
@@ -60,6 +62,7 @@ def measured(args: argparse.Namespace, layout: str, micro_batch: int, device: to
         "layout": layout,
         "micro_batch": micro_batch,
         "compile": args.compile,
+        "graphs": args.graphs,
         "seconds": times,
         "median_s": seconds,
         "mfu": flops / seconds / peak,
@@ -73,6 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--compile", choices=("none", "kernels", "blocks"), default="kernels")
+    parser.add_argument("--graphs", action="store_true", help="capture the passes as CUDA graphs")
     for name in ("dim", "ffn", "heads", "layers", "seq"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])

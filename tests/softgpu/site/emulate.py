@@ -229,7 +229,10 @@ def sdpa(
 
 def sdpa_backward(d: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, scale: Any = None) -> Any:
     *_, causal, _, _ = saved  # and the state of random numbers
-    return tuple(x.to(q.dtype) for x in _gradients(d, q, k, v, causal, scale))
+    made = _gradients(d, q, k, v, causal, scale)
+    return tuple(
+        torch.empty_like(x).copy_(dx) for x, dx in zip((q, k, v), made, strict=True)
+    )  # as the kernel lays it out
 
 
 def _documents(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slice]]:
