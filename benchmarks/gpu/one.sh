@@ -26,7 +26,7 @@ for compile in none kernels blocks; do
     piece "04-shares-$compile" $PYTHON -m benchmarks.gpu.shares --device "$DEVICE" --compile "$compile" "${shares[@]}" \
         --out "$OUT/shares-$compile.json" --traces "$OUT/traces-$compile"
     if [ "$DEVICE" = cuda ]; then
-        piece "04-shares-$compile-graphs" $PYTHON benchmarks/gpu/shares.py --compile "$compile" --graphs "${shares[@]}" \
+        piece "04-shares-$compile-graphs" $PYTHON -m benchmarks.gpu.shares --compile "$compile" --graphs "${shares[@]}" \
             --out "$OUT/shares-$compile-graphs.json" --traces "$OUT/traces-$compile-graphs"
     fi
 done
