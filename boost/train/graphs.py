@@ -78,7 +78,8 @@ class CapturedPasses:
         """Like the passes. A later call overwrites the loss and the gradients. Raises TrainingError if a capture fails."""
         needed = [*(batch.tokens.shape for batch in batches), *(f.tensor.data_ptr() for f in self._fused_params)]
         if needed != self._captured_for:
-            self._captured_for, self._warm_up, self._graph = needed, WARM_UP, None
+            self._captured_for, self._warm_up = needed, WARM_UP
+            self._graph, self._gradients = None, []  # frees the memory of an earlier graph
         if self._warm_up:
             self._warm_up -= 1
             return self._passes(batches, micro_batches)
@@ -101,10 +102,11 @@ class CapturedPasses:
         try:
             with graph.capture():
                 self._loss = self._passes(self._inputs, micro_batches)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # torch raises a second one when the capture ends
-            reason = str(error.__context__ or error).strip().partition("\n")[0]
+        except RuntimeError as error:
+            cause = error.__context__ or error  # the end of a spoiled capture raises a second error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            reason = str(cause).strip().partition("\n")[0]
             raise TrainingError(
                 f"train.cuda_graphs = 'on': the passes of a step cannot be captured ({reason}); set it to 'off'"
             ) from error

@@ -168,6 +168,15 @@ def test_a_number_read_on_the_host_is_found() -> None:
         Reads(lambda loss, *_: loss.item())
 
 
+def test_a_capture_that_runs_out_of_memory_says_so() -> None:
+    def read(*_: Any) -> None:
+        if torch.utils._python_dispatch.is_in_torch_dispatch_mode():
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    with recorded_graphs(), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        Reads(read)
+
+
 def test_an_input_outside_the_static_tensors_is_found() -> None:
     """A tensor of the host, made for one step."""
 
