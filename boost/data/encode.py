@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from boost.data.report import FileReport
+from boost.data.store import SPLITS
 from boost.data.tokenizer import PlainText
 from boost.data.writer import TokenWriter
 from boost.errors import DataError
@@ -80,9 +81,9 @@ class Encoder:
         """Whether all documents so far have been written."""
         return not self._batch
 
-    def is_full(self, split: str) -> bool:
-        """Whether the split has reached its maximum number of tokens."""
-        return split in self._limits and self._writer.sizes[split]["tokens"] >= self._limits[split]
+    def is_full(self, split: str, more: int = 0) -> bool:
+        """Whether the split has reached its maximum number of tokens, with `more` tokens."""
+        return split in self._limits and self._writer.sizes[split]["tokens"] + more >= self._limits[split]
 
     def flush(self) -> None:
         """Encodes and writes the queue. Leaves out documents that begin after their split is full."""
@@ -98,16 +99,25 @@ class Encoder:
             raise DataError(
                 f"the tokenizer cannot encode the text of {files}: {error}; choose another tokenizer"
             ) from None
+        tokens: dict[str, list[int]] = {name: [] for name in SPLITS}
+        ends: dict[str, list[int]] = {name: [] for name in SPLITS}
+        sizes = dict.fromkeys(SPLITS, 0)
         for (entry, split, piece, end), encoding in zip(self._batch, encodings, strict=True):
             if self._starts:
-                self._drops = self.is_full(split)
+                self._drops = self.is_full(split, len(tokens[split]))
             n_bytes = len(piece.encode("utf-8"))
             if self._drops:
                 entry.documents -= self._starts
                 entry.bytes -= n_bytes
             else:
                 ids = self._plain.ids(encoding.ids, piece)
-                self._writer.append(split, ids, n_bytes, end)
+                tokens[split] += ids
+                if end:
+                    tokens[split].append(self._writer.eos)
+                    ends[split].append(len(tokens[split]))
+                sizes[split] += n_bytes
                 entry.tokens += len(ids) + end
             self._starts = end
+        for name in SPLITS:
+            self._writer.append_batch(name, tokens[name], sizes[name], ends[name])
         self._batch, self._chars = [], 0

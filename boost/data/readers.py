@@ -382,7 +382,7 @@ def _json_values(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
                 entry.skip("blank line", where)
             else:
                 try:
-                    value = json.loads(line.removeprefix(codecs.BOM_UTF8).strip())
+                    value = json.loads(line.decode("utf-8-sig").strip())
                 except UnicodeDecodeError as error:
                     entry.skip(NOT_UTF8, f"{where}, byte {error.start}")
                 except (ValueError, RecursionError) as error:

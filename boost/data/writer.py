@@ -281,20 +281,20 @@ class TokenWriter:
 
     def append(self, split: str, ids: npt.ArrayLike, n_bytes: int, end: bool) -> None:
         """Appends tokens to the split's last document; `end` closes the document with the eos token."""
+        self.append_batch(split, np.append(ids, self.eos) if end else ids, n_bytes, [np.size(ids) + 1] if end else [])
+
+    def append_batch(self, split: str, ids: npt.ArrayLike, n_bytes: int, ends: list[int]) -> None:
+        """Appends tokens of consecutive documents, with the eos tokens. `ends`: how many of the tokens end with each document."""
         tokens = np.asarray(ids, dtype=self.dtype)
-        if end:
-            tokens = np.append(tokens, self.dtype.type(self.eos))
         content = tokens.tobytes()
         self._digests[split].update(content)
         self._write(f"{split}.tokens", content)
         sizes = self.sizes[split]
+        self._write(f"{split}.documents", (np.array(ends, OFFSET_DTYPE) + sizes["tokens"]).tobytes())
         sizes["tokens"] += len(tokens)
+        sizes["documents"] += len(ends)
         sizes["bytes"] += n_bytes
         sizes["largest_token"] = max(sizes["largest_token"], int(tokens.max(initial=0)))
-        if end:
-            sizes["documents"] += 1
-            end_offset = np.array(sizes["tokens"], dtype=OFFSET_DTYPE).tobytes()
-            self._write(f"{split}.documents", end_offset)
 
     def _write(self, name: str, data: bytes) -> None:
         self._blocks[name].update(data)

@@ -190,7 +190,7 @@ def test_a_full_disk_keeps_what_is_committed(c4: Path, monkeypatch: pytest.Monke
     from boost.data import writer
 
     expected = undisturbed(options(c4))
-    real, left = writer.write_all, [200]
+    real, left = writer.write_all, [20]
 
     def write(file: Any, data: bytes) -> None:
         left[0] -= 1
