@@ -202,7 +202,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
                 case "bzip2":
                     opened = bz2.BZ2File(counted)
                 case "xz":
-                    opened = _XzStreams(counted)
+                    opened = _Pieces(_xz_streams(counted))
                 case "zstd":
                     opened = require("pyarrow", "zstd files").CompressedInputStream(counted, "zstd")
                 case _:
@@ -210,7 +210,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
             file = io.BufferedReader(opened, CHUNK)
             if encoding := _foreign_codec(file.peek(200)[:200]):
                 entry.note(f"encoded in {encoding.upper()[:6]}, converted to UTF-8")
-                file = io.BufferedReader(_Transcoder(file, encoding), CHUNK)
+                file = io.BufferedReader(_Pieces(_transcoded(file, encoding)), CHUNK)
             yield file
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         where = "truncated" if isinstance(error, EOFError) else str(error)
@@ -222,34 +222,6 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
             fix = f"decompress it first: zstd -d --long=31 {path.name}"
             raise Unreadable("zstd file with a window above 128 MB", fix=fix) from error
         raise Unreadable(f"damaged {compression} file", str(error).splitlines()[0], "copy the file again") from error
-
-
-class _XzStreams(io.RawIOBase):
-    """The content of xz streams one after another, with padding between and after them, which `lzma.LZMAFile` takes for damage or
-    for the end."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._decompressor = file, lzma.LZMADecompressor()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = b""
-        while not data:
-            rest = b""
-            if self._decompressor.eof:
-                rest = self._decompressor.unused_data.lstrip(b"\0")
-                while not rest and (more := self._file.read(CHUNK)):
-                    rest = more.lstrip(b"\0")
-                if not rest:
-                    return 0
-                self._decompressor = lzma.LZMADecompressor()
-            elif self._decompressor.needs_input and not (rest := self._file.read(CHUNK)):
-                raise EOFError
-            data = self._decompressor.decompress(rest, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
 
 class _Counted(io.RawIOBase):
@@ -273,31 +245,55 @@ class _Counted(io.RawIOBase):
         return count
 
 
-class _Transcoder(io.RawIOBase):
-    """A file in another encoding, read as UTF-8 bytes without a byte order mark."""
+class _Pieces(io.RawIOBase):
+    """A file whose content comes in pieces."""
 
-    def __init__(self, file: IO[bytes], encoding: str) -> None:
-        self._file, self._encoding = file, encoding
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._ready, self._read, self._ended = b"", 0, False
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._ready = pieces, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready and not self._ended:
-            data = self._file.read(CHUNK)
-            self._ended = not data
-            try:
-                self._ready = self._decoder.decode(data, final=self._ended).encode("utf-8")
-            except UnicodeDecodeError as error:
-                where = f"byte {self._read - (len(error.object) - len(data)) + error.start}"
-                reason = f"damaged {self._encoding.upper()[:6]} text"
-                raise Unreadable(reason, where, "save it as UTF-8") from error
-            self._read += len(data)
+        while not self._ready:
+            if (piece := next(self._pieces, None)) is None:
+                return 0
+            self._ready = piece
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
+
+
+def _xz_streams(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of xz streams one after another, with padding between and after them, which `lzma.LZMAFile` takes for damage or
+    for the end."""
+    decompressor: lzma.LZMADecompressor | None = lzma.LZMADecompressor()
+    rest = b""
+    while rest := rest or file.read(CHUNK):
+        if decompressor is None:
+            rest = rest.lstrip(b"\0")
+            decompressor = lzma.LZMADecompressor() if rest else None
+            continue
+        yield decompressor.decompress(rest, CHUNK)
+        while not (decompressor.needs_input or decompressor.eof):
+            yield decompressor.decompress(b"", CHUNK)
+        rest, decompressor = (decompressor.unused_data, None) if decompressor.eof else (b"", decompressor)
+    if decompressor is not None:
+        raise EOFError
+
+
+def _transcoded(file: IO[bytes], encoding: str) -> Iterator[bytes]:
+    """A text in another encoding as UTF-8, without a byte order mark."""
+    decoder, offset, data = codecs.getincrementaldecoder(encoding)(), 0, b"begin"
+    while data:
+        data = file.read(CHUNK)
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            where = f"byte {offset - (len(error.object) - len(data)) + error.start}"
+            raise Unreadable(f"damaged {encoding.upper()[:6]} text", where, "save it as UTF-8") from error
+        yield text.encode("utf-8")
+        offset += len(data)
 
 
 def _foreign_codec(head: bytes) -> str | None:
@@ -408,8 +404,9 @@ def _whole_json(file: IO[bytes]) -> list[Any]:
         raise Unreadable(NOT_UTF8, f"byte {error.start}", "save it as UTF-8") from error
     except json.JSONDecodeError as error:
         raise Unreadable("not JSON", f"line {error.lineno}, column {error.colno}: {error.msg}", "correct it") from None
-    except RecursionError:
-        raise Unreadable("not JSON", "nested too deeply", "correct it") from None
+    except (ValueError, RecursionError) as error:  # an integer with more digits than Python parses
+        where = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise Unreadable("not JSON", where, "correct it") from None
     return value if isinstance(value, list) else [value]
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import fsspec
 
@@ -145,10 +145,9 @@ def _batches(
                     warnings.filterwarnings("always", "Skipping line")
                     warnings.filterwarnings("error", "Length of header")
                     batch = next(batches, None)
-                for line in (line for warning in caught for line in str(warning.message).splitlines()):
+                for line in "\n".join(str(warning.message) for warning in caught).splitlines():
                     if line.startswith("Skipping line"):
-                        where = line.replace("Skipping line", "record").replace(":", " (the header is 1):", 1)
-                        entry.skip("with a wrong number of columns", where)
+                        entry.skip("with a wrong number of columns", line)
                 if batch is None:
                     break
                 yield batch
@@ -168,62 +167,33 @@ def _batches(
 # ---- How a CSV file is written
 
 
-class _Dialect(NamedTuple):
-    """`quotes`: whether a quote in a quoted field is `doubled` or `escaped` with a backslash, or all quotes are `literal`."""
-
-    sep: str
-    quotes: str = "doubled"
-
-    def options(self) -> dict[str, Any]:
-        """Arguments that `csv.reader` and `pandas.read_csv` have in common."""
-        quoting = csv.QUOTE_NONE if self.quotes == "literal" else csv.QUOTE_MINIMAL
-        is_escaped = self.quotes == "escaped"
-        return {"quoting": quoting, "escapechar": "\\" if is_escaped else None, "doublequote": not is_escaped}
-
-    def wrong_rows(self, lines: Iterable[str], stop: int) -> tuple[int, int]:
-        """How many rows (at most `stop`) contradict the dialect, and the length of the longest. These are rows with more or fewer
-        fields than the header, with text after a closing quote, or, in TSV, with line breaks although each of their lines has the
-        fields of a row."""
-        read: list[str] = []
-        recorded = (read.append(line) or line for line in lines)  # type: ignore[func-returns-value]
-        rows = csv.reader(recorded, delimiter=self.sep, strict=True, **self.options())
-        columns = wrong = longest = 0
-        while wrong < stop:
-            read.clear()
-            try:
-                row = next(rows, None)
-            except csv.Error:
-                row, wrong = [], wrong + 1
-            if row is None:
-                break
-            columns, longest = columns or len(row), max(longest, sum(map(len, read)))
-            merges = len(read) > 1 and self.sep == "\t" and all(line.count("\t") == columns - 1 > 0 for line in read)
-            wrong += bool(row) and (len(row) != columns or merges)
-        return wrong, longest
+_QUOTES: dict[str, dict[str, Any]] = {
+    "enclose fields": {"quoting": csv.QUOTE_MINIMAL, "doublequote": True, "escapechar": None},
+    "enclose fields, escaped with \\": {"quoting": csv.QUOTE_MINIMAL, "doublequote": False, "escapechar": "\\"},
+    "are text": {"quoting": csv.QUOTE_NONE, "doublequote": True, "escapechar": None},
+}
+"""What quotes do in a file: arguments that `csv.reader` and `pandas.read_csv` have in common."""
 
 
 def _csv_options(path: Path, entry: FileReport) -> dict[str, Any]:
-    about = path.stat()
-    dialect, has_quotes, longest = _dialect_of(path, about.st_size, about.st_mtime_ns)
+    about, usual = path.stat(), "\t" if ".tsv" in path.name.lower() else ","
+    sep, quotes, longest = _dialect_of(path, usual, about.st_size, about.st_mtime_ns)
     if longest > MAX_RECORD_BYTES:
         why = f"a row longer than {format_bytes(MAX_RECORD_BYTES)}, or a quote that is never closed"
         raise Unreadable("not a valid CSV file", why, "correct it")
-    if dialect.sep != _usual_delimiter(path):
-        entry.note(f"with the delimiter {dialect.sep!r}")
-    if has_quotes and (dialect.quotes != "doubled" or dialect.sep == "\t"):
-        meaning = {"doubled": "enclose fields", "escaped": "enclose fields, escaped with \\", "literal": "are text"}
-        entry.note(f"in which quotes {meaning[dialect.quotes]}")
+    if sep != usual:
+        entry.note(f"with the delimiter {sep!r}")
+    if quotes is not None and (quotes != "enclose fields" or sep == "\t"):
+        entry.note(f"in which quotes {quotes}")
     rows = min(max(MAX_RECORD_BYTES // (longest or 1), 1), CSV_ROWS)
-    return {"sep": dialect.sep, "index_col": False, "on_bad_lines": "warn", "chunksize": rows, **dialect.options()}
-
-
-def _usual_delimiter(path: Path) -> str:
-    return "\t" if ".tsv" in path.name.lower() else ","
+    dialect = {"sep": sep, **_QUOTES[quotes or "enclose fields"]}
+    return {**dialect, "index_col": False, "on_bad_lines": "warn", "chunksize": rows}
 
 
 @lru_cache(maxsize=1024)
-def _dialect_of(path: Path, size: int, mtime_ns: int) -> tuple[_Dialect, bool, int]:
-    """The dialect that the fewest rows contradict, whether the file contains quotes, and the length of its longest row.
+def _dialect_of(path: Path, usual: str, size: int, mtime_ns: int) -> tuple[str, str | None, int]:
+    """The delimiter and the meaning of quotes that the fewest rows contradict (None: there are no quotes), and the length of the
+    longest row. `usual`: the delimiter to try first.
 
     Reads the whole file, because quotes are text in all rows or in none. `size` and `mtime_ns` identify the file in the cache: each
     pass over the input asks again.
@@ -240,18 +210,38 @@ def _dialect_of(path: Path, size: int, mtime_ns: int) -> tuple[_Dialect, bool, i
         has_quotes, has_escapes = has_quotes or '"' in line, has_escapes or '\\"' in line
         if has_escapes:
             break
-    usual = _usual_delimiter(path)
+    plain, escaped, literal = _QUOTES
+    kinds = (plain, *([escaped] * has_escapes), literal) if has_quotes else (None,)
     delimiters = [sep for sep in dict.fromkeys((usual, ",", ";", "\t", "|")) if sep in header] or [usual]
-    kinds = ("doubled", *(["escaped"] * has_escapes), *(["literal"] * has_quotes))
-    best, fewest, length = _Dialect(usual), sys.maxsize, 0
+    best, fewest = (usual, kinds[0], 0), sys.maxsize
     field_limit = csv.field_size_limit(MAX_RECORD_BYTES)
     try:
-        for dialect in (_Dialect(sep, quotes) for sep in delimiters for quotes in kinds):
-            wrong, longest = dialect.wrong_rows(lines(), fewest)
+        for sep, quotes in ((sep, quotes) for sep in delimiters for quotes in kinds):
+            wrong, longest = _wrong_rows(lines(), sep, quotes or plain, fewest)
             if wrong < fewest:
-                best, fewest, length = dialect, wrong, longest
-            if not wrong:
-                break
+                best, fewest = (sep, quotes, longest), wrong
     finally:
         csv.field_size_limit(field_limit)
-    return best, has_quotes, length
+    return best
+
+
+def _wrong_rows(lines: Iterable[str], sep: str, quotes: str, stop: int) -> tuple[int, int]:
+    """How many rows (at most `stop`) contradict the dialect, and the length of the longest. These are rows with more or fewer
+    fields than the header, with text after a closing quote, or, in TSV, with line breaks although each of their lines has the
+    fields of a row."""
+    read: list[str] = []
+    recorded = (read.append(line) or line for line in lines)  # type: ignore[func-returns-value]
+    rows = csv.reader(recorded, delimiter=sep, strict=True, **_QUOTES[quotes])
+    columns = wrong = longest = 0
+    while wrong < stop:
+        read.clear()
+        try:
+            row = next(rows, None)
+        except csv.Error:
+            row, wrong = [], wrong + 1
+        if row is None:
+            break
+        columns, longest = columns or len(row), max(longest, sum(map(len, read)))
+        merges = len(read) > 1 and sep == "\t" and all(line.count("\t") == columns - 1 > 0 for line in read)
+        wrong += bool(row) and (len(row) != columns or merges)
+    return wrong, longest

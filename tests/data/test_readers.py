@@ -344,6 +344,14 @@ def test_an_object_that_wraps_the_records_is_read_by_its_list(indent, field, tmp
         ('{"text": oops}]', "not JSON", ["line 1, column 28: Expecting value"]),
         ('{"text": "two"', "not JSON", ["line 1, column 33: Expecting ',' delimiter"]),
         ("[" * 100_000, "not JSON", ["nested too deeply"]),
+        (
+            "1" * 5000 + "]",
+            "not JSON",
+            [
+                "Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; use "
+                "sys.set_int_max_str_digits() to increase the limit"
+            ],
+        ),
         ('{"text": "two"}] {"text": "lost"}', "not JSON", ["line 1, column 36: Extra data"]),
         ('{"text": "' + "x" * 900 + '"}]', "JSON longer than 500 B", []),
     ],
@@ -424,7 +432,7 @@ def test_csv_files(suffix, tmp_path):
     assert documents == [(f"{path.name}:1", 'two\nlines, and "quotes"'), (f"{path.name}:3", "plain")]
     assert {reason: examples for (_, reason), examples in skips(report).items()} == {
         "with a text field that is not a string": ["row 2: NoneType"],
-        "with a wrong number of columns": ["record 4 (the header is 1): expected 2 fields, saw 3"],
+        "with a wrong number of columns": ["Skipping line 4: expected 2 fields, saw 3"],
     }
 
 
