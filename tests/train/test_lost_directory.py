@@ -8,7 +8,7 @@ import pytest
 
 from boost.errors import CheckpointError, LostRunError, StorageError
 from boost.train import checkpoint as ckpt
-from boost.train.checkpoint import SavedCheckpoint, complete_checkpoints, find_checkpoint, open_checkpoint
+from boost.train.checkpoint import SavedCheckpoint, commit, complete_checkpoints, find_checkpoint, open_checkpoint
 from boost.train.checkpoint.write import write_snapshot
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
@@ -93,6 +93,28 @@ def test_all_processes_end_before_they_publish_remove_or_append(store: Path, tmp
     ]
     assert (folder / "last-saved.json").read_text() == '{"step": 2}\n'
     assert (folder / "run.lock").exists(), "the other run's"
+
+
+def test_a_directory_that_is_renamed_during_a_save_is_lost(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the checkpoint has its final name, before its manifest is looked at."""
+    folder, usual = tmp_path / "run", commit.sync
+
+    def sync(path: Path) -> None:
+        usual(path)
+        if (folder / "checkpoints" / "step-00000002").exists():
+            folder.rename(tmp_path / "renamed")
+
+    trainer = make_trainer(make_config(store, folder, train={"save_every": 2}), MetricsHook())
+    folder.mkdir()
+    trainer.run.lock = RunLock(folder).__enter__()
+    trainer.start([])
+    monkeypatch.setattr(commit, "sync", sync)
+    with pytest.raises(LostRunError, match="it was deleted, renamed or replaced"):
+        trainer.fit()
+    trainer.run.lock.__exit__()
+    assert not folder.exists() and (tmp_path / "renamed" / "checkpoints" / "step-00000002").exists()
 
 
 def test_the_last_checkpoint_is_found_wherever_it_was_saved(

@@ -13,6 +13,7 @@ incomplete-step-00000300   had no manifest when a save needed its name
 best.json                  names the checkpoint with the lowest held-out loss (train.keep_best)
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -169,7 +170,8 @@ def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> l
             aside.rename(final)
         raise
     sync(final.parent)
-    assert (final / MANIFEST_FILE).is_file(), "only complete checkpoints have a final name"
+    if not (final / MANIFEST_FILE).is_file():  # the run directory was renamed or deleted meanwhile
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(final))
     if aside and not replaced:
         warnings.append(f"'{final}' had no {MANIFEST_FILE}, so it was renamed to '{aside.name}' instead of overwritten")
     elif aside:
