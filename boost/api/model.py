@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from boost.api.sharding import Traits, fill, restore, spec_of, traits_of
+from boost.api.sharding import fill, restore, spec_of, traits_of
 from boost.config import Config, load
 from boost.config.architecture import Parameter
 from boost.config.load import change, from_tree, read_source
@@ -33,15 +33,7 @@ from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.nn import Decoder
 from boost.nn.weights import whole_weight
-from boost.train.checkpoint import (
-    PREFIX,
-    TRAITS,
-    Checkpoint,
-    find_checkpoint,
-    finish_weights,
-    open_checkpoint,
-    read_checkpoint,
-)
+from boost.train.checkpoint import PREFIX, TRAITS, find_checkpoint, finish_weights, open_checkpoint, read_checkpoint
 from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
 
@@ -103,15 +95,15 @@ class Model(nn.Module):
             return cls._of(weights, options)
         path = _common_checkpoint(path, options.get("mesh"))
 
-        def load(checkpoint: Checkpoint) -> Model:
-            return cls._of(CheckpointWeights(checkpoint), dict(options), checkpoint.data.get(TRAITS), untie)
+        def load(checkpoint: Any) -> Model:
+            model = cls._of(CheckpointWeights(checkpoint), dict(options))
+            restore(model.decoder, checkpoint.data.get(TRAITS) or {}, tied=not untie)
+            return model
 
         return read_checkpoint(path, load)
 
     @classmethod
-    def _of(
-        cls, weights: Weights, options: dict[str, Any], traits: Traits | None = None, untie: bool = False
-    ) -> "Model":
+    def _of(cls, weights: Weights, options: dict[str, Any]) -> "Model":
         dtype = options.pop("dtype", None) or weights.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         spec = spec_of(weights.model, {"dtype": dtype, **options})
@@ -124,7 +116,6 @@ class Model(nn.Module):
             return value
 
         fill(decoder, read)
-        restore(decoder, traits or {}, tied=not untie)
         vocabulary = None
         if weights.tokenizer is not None:
             folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
@@ -190,13 +181,12 @@ class Model(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         """Writes weights and tokenizer as a checkpoint for `boost train --start-from`, `eval`, `generate`, `export` and
-        `from_pretrained`, which freezes and ties the same parameters. Collective under TP; rank 0 writes.
-
-        Raises ConfigError if the folder exists, or if the model has more than weights, such as adapters; or StorageError.
+        `from_pretrained`, which freezes and ties the same parameters. Collective under TP; rank 0 writes. Raises ConfigError if the
+        folder exists, or if the model has more than weights, such as adapters; or StorageError.
         """
         path, is_writer, named = Path(path), self._is_writer, self.decoder.stored_parameters()
         traits = traits_of(named)
-        tied = {name for names in traits["tied"] for name in names}
+        tied = [name for names in traits["tied"] for name in names]
         require_free(path, "path")  # on all ranks, so that none waits for a rank that raised an error
         self._barrier()
         with new_folder(path, "path") if is_writer else contextlib.nullcontext() as temporary:

@@ -415,3 +415,7 @@ class Config(Section):
         are cast before the all-gather."""
         is_cast = self.train.compute_dtype != self.train.param_dtype
         return self.train.working_copies and is_cast and not self.shards_weights
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As in a dict, which peft takes a model's config for."""
+        return getattr(self, name, default)

@@ -98,8 +98,7 @@ class Decoder(decoder.Decoder):
         """Dtype of activations: autocast's in its context, else the spec's or, if it has none, that of the weights."""
         if dtype := self._autocast_dtype or self.spec.compute_dtype:
             return dtype
-        weight = getattr(self.embedding, "weight", None)
-        return weight.dtype if weight is not None and weight.is_floating_point() else self.spec.dtype
+        return cast(torch.dtype, getattr(self.embedding, "weight", self.norm.weight).dtype)
 
     def forward(  # type: ignore[override]
         self,
@@ -127,7 +126,9 @@ class Decoder(decoder.Decoder):
         """
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction = '{reduction}' is unknown; valid values: mean, sum")
-        if self.spec.tp.size > 1 and self.embedding.weight is self.lm_head.weight:
+        if self.spec.tp.size > 1 and self.lm_head._parameters.get("weight") is self.embedding._parameters.get(
+            "weight", 0
+        ):
             raise ConfigError(
                 "lm_head.weight is embedding.weight: layouts shard them differently over TP ranks; untie them"
             )
@@ -177,19 +178,16 @@ class Decoder(decoder.Decoder):
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         if len({id(block.attn) for block in self.layers}) < len(self.layers):
-            raise ConfigError(
-                "layers share attn, but generation caches keys and values by layer; load the model without sharing"
-            )
+            raise ConfigError("layers share attn, but each needs a cache for generation; copy the shared module")
         return super().make_caches(batch, capacity)
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
     """Raises IndexError as `F.cross_entropy` does or, where the host would have to wait for the values, asserts on the device."""
+    said = f"is out of bounds: valid are 0 to {vocabulary - 1}, and {IGNORED}"
     wrong = (targets >= vocabulary) | ((targets < 0) & (targets != IGNORED))
     if type(targets) is Tensor and targets.device.type == "cpu" and not torch.compiler.is_compiling():
         if wrong.any():
-            raise IndexError(
-                f"target {int(targets[wrong][0])} is out of bounds: valid are 0 to {vocabulary - 1}, and {IGNORED}"
-            )
+            raise IndexError(f"target {int(targets[wrong][0])} {said}")
     else:
-        torch._assert_async(~wrong.any(), f"a target is out of bounds: valid are 0 to {vocabulary - 1}, and {IGNORED}")
+        torch._assert_async(~wrong.any(), f"a target {said}")

@@ -1,10 +1,6 @@
-"""Plain modules, whose weights the fused kernels read without calling them, and everything else, which is called.
-
-What users and tools attach to a module (hooks, adapters, another class, a bias) works only if the module is called. Over several TP
-ranks, a norm, its projections and their collective are one operation, so it is refused there (`is_read`). A checkpoint has only
-weights, so whatever they do not tell is refused when they are saved (`stored_parameters`).
-
-Legend: B sequences, S tokens per sequence, T = B * S.
+"""Plain modules, whose weights the fused kernels read. Others are called, because what is attached to them needs a call. Over
+several TP ranks, where a norm, its projections and a collective are one operation, they are refused (`is_read`). Where only weights
+are stored or copied, whatever weights do not tell is refused (`stored_parameters`).
 """
 
 from collections.abc import Iterable
@@ -64,8 +60,7 @@ def is_read(what: str | None, tp: int) -> bool:
         return what is None and not _has_any_global_hook()  # profilers hook all modules
     if what is not None:
         raise ConfigError(
-            f"{what}: over several TP ranks, only the decoder, its blocks, attn and mlp are called; attach hooks there, and merge "
-            "adapters before boost.parallelize"
+            f"{what}: over several TP ranks, only the decoder, its blocks, attn and mlp are called; attach it there, or merge it"
         )
     return True
 
@@ -99,9 +94,6 @@ class OneProcess(Single):
     def all_logits(self, normed_TD: Tensor, head: Any) -> Tensor:
         return super().all_logits(normed_TD, head) if isinstance(head, Tensor) else head(normed_TD)
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
-        return self.all_logits(self.norm(x[tokens_N], gamma), head)
-
 
 def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict[str, nn.Parameter]:
     """The parameters of `module` by name in a checkpoint, in forward order. `twin`: a new module with the same spec.
@@ -109,9 +101,7 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
     Raises ConfigError if they do not tell what `module` computes. `is_copy`: they are for another module in this process, which
     would also lack hooks and wrappers.
     """
-    same = (
-        () if is_copy else ("_orig_mod", "_checkpoint_wrapped_module")
-    )  # torch.compile and recomputation: the same function
+    same = () if is_copy else ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper
 
     def clean(path: str) -> str:
         return ".".join(part for part in path.split(".") if part not in same)

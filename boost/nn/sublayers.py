@@ -202,7 +202,7 @@ class Sublayer(FusedModule):
         A block passes `prev`, the latents of the previous block, and `run`, and gets (x, *latents) if others follow.
         """
         if run is None:
-            return run_alone(self.spec, x, batch, self.run)
+            return run_alone(self, x, batch)
         layout, (context,) = run
         flow = Flow(x.reshape(-1, x.shape[-1]), prev)
         interleave([self.run(layout, flow, context)])
@@ -211,7 +211,8 @@ class Sublayer(FusedModule):
 
     def run(self, layout: Layout, flow: Flow, context: Context) -> Iterable[None]:
         """Runs one part of a micro-batch through this sublayer."""
-        what = self._changed()
+        what = difference(cast(nn.Module, self._modules["norm"]), nn.RMSNorm, eps=self.model.norm_eps)
+        what = f"norm {what}" if what else self.groups[0].changed() or self.groups[1].changed()
         if is_read(what and f"layers.{self.layer}.{self.name}.{what}", self.spec.tp.size):
             return self.run_fused(layout, flow, context)
         x_BSD, prev = flow.x.view(context.batch, -1, self.model.dim), flow.take(self.taken)
@@ -219,12 +220,6 @@ class Sublayer(FusedModule):
         flow.x = x_BSD.flatten(0, 1)
         flow.latents += latents
         return NOTHING_IN_FLIGHT
-
-    def _changed(self) -> str | None:
-        norm = cast(nn.Module, self._modules["norm"])
-        if what := difference(norm, nn.RMSNorm, eps=self.model.norm_eps):
-            return f"norm {what}"
-        return self.groups[0].changed() or self.groups[1].changed()
 
 
 Run = tuple[Layout, Sequence[Context]]
@@ -266,27 +261,24 @@ def add_norm(module: FusedModule, spec: Spec, parameter: Parameter) -> None:
     module.describe_child("norm.weight", parameter, spec.layout)
 
 
-def run_alone(
-    spec: Spec, x: Tensor, batch: int | None, run: Callable[[Layout, Flow, Context], Iterable[None]]
-) -> Tensor:
-    """The residual stream after `run` has updated it. Raises ConfigError for a family that passes latents between blocks, or if
+def run_alone(module: "Sublayer | Block", x: Tensor, batch: int | None) -> Tensor:
+    """The residual stream after a module by itself. Raises ConfigError for a family that passes latents between blocks, or if
     `batch` does not divide the number of tokens."""
-    if spec.model.has_latent_gates and spec.model.layers > 1:
+    model, layout, p = module.model, module.layout, module.layout.size
+    if model.has_latent_gates and model.layers > 1:
         raise ConfigError(
-            f"family = '{spec.model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
+            f"family = '{model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
         )
-    layout, rows = spec.layout, x.reshape(-1, x.shape[-1])
     batch = batch or (x.shape[0] if x.dim() == 3 else 1)
     # A token-sharded stream has T / p rows.
-    tokens = rows.shape[0] * spec.tp.size // layout.residual_shape(spec.tp.size)[0]
+    tokens = x.numel() // x.shape[-1] * p // layout.residual_shape(p)[0]
     if tokens % batch:
         raise ConfigError(f"batch = {batch} does not divide the {tokens} tokens of x")
     positions_S = torch.arange(tokens // batch, device=x.device)
     with autocast_resolved(x.device, x.dtype) as dtype:
-        context = make_context(batch, positions_S, spec.model, dtype)
-        flow = Flow(rows.to(dtype))
-        interleave([run(layout, flow, context)])
-    return once_differentiable(flow.x.view_as(x).to(x.dtype))
+        context = make_context(batch, positions_S, model, dtype)
+        after = module.forward(x.to(dtype), run=(layout, [context]))
+    return once_differentiable(after.reshape(x.shape).to(x.dtype))
 
 
 def finish(module: "Sublayer | Block", alone: bool) -> None:
@@ -391,14 +383,8 @@ class Block(TransformerBlock):
 
         A decoder passes `run`, and (x, *latents) for each part of the micro-batch.
         """
-        if run is not None:
-            layout, contexts = run
-            made = _tensors(layout, super().forward(layout, _streams((x, *rest), len(contexts)), contexts), contexts)
-            return made if len(made) > 1 else made[0]
-
-        def alone(layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
-            (after,) = super(Block, self).forward(layout, [Stream(flow.x, flow.prev_latents)], [context])
-            flow.x = after.x
-            yield
-
-        return run_alone(self.spec, x, batch, alone)
+        if run is None:
+            return run_alone(self, x, batch)
+        layout, contexts = run
+        made = _tensors(layout, super().forward(layout, _streams((x, *rest), len(contexts)), contexts), contexts)
+        return made if len(made) > 1 else made[0]

@@ -132,9 +132,7 @@ def once_differentiable(y: Tensor) -> Tensor:
 
     def refuse(_: Tensor) -> None:
         if torch.is_grad_enabled():
-            raise ConfigError(
-                "create_graph = True is not supported: boost.nn has no second derivatives; use create_graph = False"
-            )
+            raise ConfigError("create_graph = True: boost.nn has no second derivatives; use create_graph = False")
 
     if y.requires_grad and not torch.compiler.is_compiling():
         y.register_hook(refuse)

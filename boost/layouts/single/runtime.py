@@ -11,7 +11,7 @@ from torch import Tensor
 from boost.layouts.runtime import BaseLayout
 from boost.models.group import Flow, Latents, LinearGroup
 from boost.models.interface import NOTHING_IN_FLIGHT
-from boost.models.kernels import linear, lookup
+from boost.models.kernels import lookup
 
 
 class Single(BaseLayout):
@@ -42,4 +42,4 @@ class Single(BaseLayout):
         return NOTHING_IN_FLIGHT
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
-        return linear(self.norm(x[tokens_N], gamma), head)
+        return self.all_logits(self.norm(x[tokens_N], gamma), head)
