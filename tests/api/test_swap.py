@@ -269,7 +269,7 @@ def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any]) -> None:
     ranks = ranks_of(factorized)
     *_, last = ranks
     adapted = peft.get_peft_model(factorized, peft.LoraConfig(r=2, target_modules=[f"{last}.A"]))
-    with pytest.raises(ConfigError, match="factor A is a Linear, not a plain linear; merge the adapter first"):
+    with pytest.raises(ConfigError, match=r"factor A is a peft\..*Linear; merge the adapter first"):
         boost.merge_lowrank(adapted)
     assert ranks_of(adapted.get_base_model()) == ranks, "none is merged"
 

@@ -1,5 +1,7 @@
 """`LowRankLinear` on its own, and what LoRA by peft makes of it: it finds the factors, because they are plain linears."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +69,22 @@ def test_what_is_wrong_is_said() -> None:
         LowRankLinear.from_linear(dense(), 4, init="qr")
     with pytest.raises(ConfigError, match="cannot be merged"):
         LowRankLinear(12, 20, 4, activation="silu").merged()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda factors: factors.A.register_forward_hook(lambda *_: None), "factor A has hooks"),
+        (lambda factors: setattr(factors, "A", nn.Linear(12, 4)), "factor A has a bias"),
+        (lambda factors: setattr(factors, "B", nn.Sequential(factors.B)), r"factor B is a torch\.nn.*Sequential"),
+    ],
+)
+def test_a_merge_loses_nothing(change: Any, said: str) -> None:
+    factors = LowRankLinear(12, 20, 4, bias=True)
+    assert factors.merged().bias is not None
+    change(factors)
+    with pytest.raises(ConfigError, match=f"{said}.*; merge the adapter first"):
+        factors.merged()
 
 
 @pytest.mark.parametrize("family", ["cola", "svd", "lax", "dense"])
