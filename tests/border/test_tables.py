@@ -6,7 +6,6 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,6 @@ WORDS = [
     "null", "None", "nan", "true", "#", ":", "$", "a,b", 'say "hi"', " ", "  ", "=", "/",
 ]  # fmt: skip
 Texts = list[Any]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    datasets.disable_progress_bars()
-    level = datasets.utils.logging.get_verbosity()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    yield
-    datasets.utils.logging.set_verbosity(level)
 
 
 def draw_texts(rng: random.Random) -> list[str | None]:
