@@ -202,7 +202,7 @@ class Sublayer(FusedModule):
         A block passes `prev`, the latents of the previous block, and `run`, and gets (x, *latents) if others follow.
         """
         if run is None:
-            return run_alone(self, x, batch)
+            return run_alone(self, Sublayer.forward, x, batch)
         layout, (context,) = run
         flow = Flow(x.reshape(-1, x.shape[-1]), prev)
         interleave([self.run(layout, flow, context)])
@@ -261,9 +261,9 @@ def add_norm(module: FusedModule, spec: Spec, parameter: Parameter) -> None:
     module.describe_child("norm.weight", parameter, spec.layout)
 
 
-def run_alone(module: "Sublayer | Block", x: Tensor, batch: int | None) -> Tensor:
-    """The residual stream after a module by itself. Raises ConfigError for a family that passes latents between blocks, or if
-    `batch` does not divide the number of tokens."""
+def run_alone(module: "Sublayer | Block", forward: Callable[..., Any], x: Tensor, batch: int | None) -> Tensor:
+    """The residual stream after a module by itself; `forward`: its class's own, which a subclass may have overridden. Raises
+    ConfigError for a family that passes latents between blocks, or if `batch` does not divide the number of tokens."""
     model, layout, p = module.model, module.layout, module.layout.size
     if model.has_latent_gates and model.layers > 1:
         raise ConfigError(
@@ -277,7 +277,7 @@ def run_alone(module: "Sublayer | Block", x: Tensor, batch: int | None) -> Tenso
     positions_S = torch.arange(tokens // batch, device=x.device)
     with autocast_resolved(x.device, x.dtype) as dtype:
         context = make_context(batch, positions_S, model, dtype)
-        after = module.forward(x.to(dtype), run=(layout, [context]))
+        after = forward(module, x.to(dtype), run=(layout, [context]))
     return once_differentiable(after.reshape(x.shape).to(x.dtype))
 
 
@@ -384,7 +384,7 @@ class Block(TransformerBlock):
         A decoder passes `run`, and (x, *latents) for each part of the micro-batch.
         """
         if run is None:
-            return run_alone(self, x, batch)
+            return run_alone(self, Block.forward, x, batch)
         layout, contexts = run
         made = _tensors(layout, super().forward(layout, _streams((x, *rest), len(contexts)), contexts), contexts)
         return made if len(made) > 1 else made[0]

@@ -102,6 +102,20 @@ def test_a_block_is_the_same_function_under_every_layout(layout: str, family: st
             assert count == 8, "four forward, four backward"
 
 
+class Twice(Block):
+    def forward(self, *x: Any, **options: Any) -> Any:
+        return 2 * super().forward(*x, **options)
+
+
+def test_a_forward_of_ones_own_runs_once() -> None:
+    expected = 2 * Block(**SIZES)(stream())
+    torch.testing.assert_close(Twice(**SIZES)(stream()), expected, rtol=1e-12, atol=0)
+    for module in (Block(**SIZES), LowRankAttention(**SIZES), LowRankMLP(**SIZES)):
+        expected, usual = 2 * module(x=stream()), module.forward
+        module.forward = lambda x, usual=usual, **options: 2 * usual(x, **options)
+        torch.testing.assert_close(module(stream()), expected, rtol=1e-12, atol=0)
+
+
 def test_latents_that_cross_need_a_decoder() -> None:
     with pytest.raises(ConfigError, match="family = 'lax' passes latents from block to block"):
         Block(**SIZES, family="lax")(stream())
