@@ -122,7 +122,7 @@ class Decoder(decoder.Decoder):
             `torch.autocast`, its dtype replaces compute_dtype.
 
         Raises ConfigError if the layout shards tokens and TP does not divide their number, or if something attached to a module
-        has no meaning over TP ranks; IndexError for targets outside the vocabulary (on GPUs, an assertion of the device).
+        has no meaning over TP ranks; IndexError for targets outside the vocabulary (on GPUs and in compiled code, an assertion).
         """
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction = '{reduction}' is unknown; valid values: mean, sum")

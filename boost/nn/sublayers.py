@@ -252,7 +252,9 @@ def as_spec(spec: Spec | None, sizes: dict[str, Any]) -> Spec:
 def uninitialized_linear(spec: Spec, parameter: Parameter) -> nn.Linear:
     """A linear for this process's shard of a weight. Draws no random numbers."""
     rows, columns = spec.local_shape(parameter)
-    return cast(nn.Linear, nn.utils.skip_init(nn.Linear, columns, rows, bias=False, device=spec.device))
+    linear = nn.Linear(columns, rows, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.empty(rows, columns))
+    return linear
 
 
 def add_norm(module: FusedModule, spec: Spec, parameter: Parameter) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import boost
 from boost.errors import ConfigError
@@ -220,6 +221,12 @@ def test_hooks_of_all_modules_see_whole_sequences() -> None:
     assert seen.keys() == set(names.values()) - {"layers"}
     assert seen.pop("") == ()
     assert {name: shape[:2] for name, shape in seen.items()} == dict.fromkeys(seen, (2, 16))
+
+
+def test_tensors_without_data() -> None:
+    with FakeTensorMode():
+        model, tokens = Decoder(**sizes("cola"), initialized=False), torch.zeros(2, 8, dtype=torch.int64)
+        assert model(tokens, tokens).shape == () and model(tokens).shape == (2, 8, 64)
 
 
 @pytest.mark.slow
