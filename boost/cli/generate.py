@@ -200,6 +200,7 @@ class Generation:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from boost.convert.vocabulary import end_tokens
+        from boost.data.tokenizer import PlainText
         from boost.train.generate import prepare_inference
 
         self._args = args
@@ -207,6 +208,7 @@ class Generation:
         if self.mesh.size == 1:  # other layouts round after multiplying weights, not before
             prepare_inference(self._model, 1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
         self._eos, self._ends = checkpoint.data["eos"], end_tokens(checkpoint.data)
+        self._plain = PlainText(self._tokenizer, self._eos)
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
         self._bos = checkpoint.data.get("bos")
         self._context = checkpoint.context
@@ -282,13 +284,10 @@ class Generation:
         return tokens
 
     def _encode(self, text: str) -> list[int]:
-        from boost.data.tokenizer import PlainText
-
-        ids: list[int] = (
-            self._tokenizer.encode(text, add_special_tokens=False).ids
-            if self._args.chat
-            else PlainText(self._tokenizer, self._eos).encode(text)
-        )
+        if self._args.chat:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._plain.encode(text)
         vocabulary = self._config.model.vocab_size
         if ids and max(ids) >= vocabulary:
             raise ConfigError(f"--prompt has token {max(ids)}, but model.vocab_size = {vocabulary}; change the prompt")

@@ -151,11 +151,12 @@ class ChatTemplate:
         for name in fields:
             if name not in names or name in self._reserved:
                 yield f"with {name!r}, which the chat template does not use"
-        whole = self._probed(messages, variables)
         for name in {name: None for message in messages for name in message}:
+            if name in names or name == "weight":
+                continue
             without = [{key: value for key, value in message.items() if key != name} for message in messages]
             # transformers may give a field to the template under another name.
-            if name not in names and name != "weight" and self._probed(without, variables) == whole:
+            if self._probed(without, variables) == self._probed(messages, variables):
                 yield f"with {name!r} in a message, which the chat template does not use"
 
     def encode(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any] | None = None) -> list[Encoded]:
@@ -176,11 +177,8 @@ class ChatTemplate:
         except _template_errors() as error:
             raise Rejected(f"rejected by the chat template: {error}".splitlines()[0]) from None
         for document in documents:
-            self._plain.ids(document.ids.tolist(), document.text)
-            if self._plain.counts[
-                "dropped"
-            ]:  # offsets, and with them masks, are wrong after such characters (tokenizers 0.23)
-                self._plain.counts["dropped"] = 0
+            # After such a character, offsets, and with them masks, are wrong (tokenizers 0.23).
+            if self._plain.dropped(document.ids, document.text):
                 raise Rejected("with characters that the tokenizer has no token for")
             document.mask[:1] = False  # nothing precedes the first token
             if not document.mask.any():

@@ -171,14 +171,12 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise Malformed(f"with {_kind(calls)} as 'tool_calls', not a list of objects")
     text = message.get(content)
-    if text is None and calls:
-        pass  # the template decides what a message without content says
-    elif isinstance(text, list):  # the template may read the parts
+    if isinstance(text, list):  # the template may read the parts
         for part in text:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = repr(part.get("type"))[:40] if isinstance(part, dict) else _kind(part)
                 raise Malformed(f"with a part of type {kind} in {content!r}, which is not supported")
-    else:
+    elif text is not None or not calls:  # the template decides what a tool call without content says
         text = _text(text, content)
     return {"role": _ROLES[message[role]], "content": text, **others}
 

@@ -214,8 +214,7 @@ class PlainText:
 
     def ids(self, ids: list[int], text: str) -> list[int]:
         """The tokens `ids` of a text, in which ordinary tokens replace each special token that the text spells."""
-        if self._alphabet is not None:
-            self.counts["dropped"] += self._count_dropped(ids, text, self._alphabet)
+        self.counts["dropped"] += self.dropped(ids, text)
         if not self._special.isdisjoint(ids):
             plain: list[int] = []
             for token in ids:
@@ -231,8 +230,10 @@ class PlainText:
             self.counts["unknown"] += ids.count(self.unknown)
         return ids
 
-    def _count_dropped(self, ids: list[int], text: str, alphabet: set[str]) -> int:
+    def dropped(self, ids: Iterable[int], text: str) -> int:
         """How many characters of the normalized text have no token; white space that separates words does not count."""
+        if (alphabet := self._alphabet) is None:
+            return 0
         count, normalizer, splitter = 0, self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         # Not by offsets, which are wrong after a dropped character (tokenizers 0.23).
         for name in [*(self._added[token] for token in ids if token in self._added), None]:
@@ -274,10 +275,10 @@ def _alphabet_of_dropping(tokenizer: "Tokenizer") -> set[str] | None:
     model = tokenizer.model
     if type(model).__name__ != "BPE" or model.unk_token is not None or model.byte_fallback:
         return None
-    vocabulary = {*tokenizer.get_vocab(with_added_tokens=False)}
     steps = [step.__getstate__() for step in (tokenizer.normalizer, tokenizer.pre_tokenizer) if step]
-    is_of_bytes = any(b'"ByteLevel"' in step for step in steps) and vocabulary.issuperset(ByteLevel.alphabet())
-    return None if is_of_bytes else vocabulary
+    if any(b'"ByteLevel"' in step for step in steps) and None not in map(model.token_to_id, ByteLevel.alphabet()):
+        return None
+    return {*tokenizer.get_vocab(with_added_tokens=False)}
 
 
 class TextStream:

@@ -25,6 +25,7 @@ from boost.layouts import layouts_of
 from boost.nn import Decoder, functional
 from boost.nn.weights import whole_weight
 from tests.distributed import run_distributed
+from tests.nn.plain import Loss, batch, summed
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -54,22 +55,6 @@ OVER_TP, OVER_REPLICAS = on_commit(ON_EACH_COMMIT[1:2]), on_commit(ON_EACH_COMMI
 def make(family: str, layout: str | None = None, mesh: DeviceMesh | None = None, **more: Any) -> Decoder:
     fields = {"dtype": torch.float64, **SIZES, **FAMILIES[family], **more}
     return Decoder(layout=layout, mesh=mesh, **fields)
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    """(tokens, targets), [4, 16] each, with unequal numbers of targets per sequence."""
-    tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1))
-    targets = tokens[:, 1:].clone()
-    targets[0, ::3] = targets[3, :9] = -100
-    return tokens[:, :-1], targets
-
-
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-def summed(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    loss: Tensor = model(tokens, targets, reduction="sum")
-    return loss
 
 
 def train(
