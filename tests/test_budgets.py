@@ -115,7 +115,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=763, functions=162, files=30)
+STEP = Footprint(calls=765, functions=164, files=30)
 """One step of `boost train` on one process, with its hooks and its look at the lock on the run directory."""
 
 
@@ -140,7 +140,7 @@ def test_the_core_is_read_in_an_evening() -> None:
 
 
 CORE = ("models/", "layouts/", "parallel/", "train/step.py", "optim/adamw.py", "config/architecture.py")
-CORE_FILES, CORE_LINES = 35, 6508
+CORE_FILES, CORE_LINES = 35, 6564
 
 
 def test_the_core_is_small() -> None:

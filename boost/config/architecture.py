@@ -23,8 +23,9 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     role: str
-    """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | q.{B,W} and kv.{B,W} (outputs are heads) | o.{A,W} (inputs are
-    heads) | latent.rows and latent.whole (LaX's latent norms and gates; latent.rows may be sharded along the rank)"""
+    """embed | head | tied (both) | norm | final_norm | {enter,leave}.{A,B,W} | q.{B,W} and kv.{B,W} (outputs are heads) |
+    o.{A,W} (inputs are heads) | latent.rows and latent.whole (LaX's latent norms and gates; latent.rows may be sharded along the
+    rank)"""
 
     @property
     def size(self) -> int:
@@ -163,7 +164,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
 
 def embedding(model: ModelConfig) -> Parameter:
     """The token embedding, V x d."""
-    return Parameter("embed", (model.vocab_size, model.dim), "embed")
+    return Parameter("embed", (model.vocab_size, model.dim), "tied" if model.tied else "embed")
 
 
 def final_norm(model: ModelConfig) -> Parameter:
@@ -172,8 +173,8 @@ def final_norm(model: ModelConfig) -> Parameter:
 
 
 def head(model: ModelConfig) -> Parameter:
-    """The output projection, V x d, not tied to the embedding."""
-    return Parameter("head", (model.vocab_size, model.dim), "head")
+    """The output projection, V x d; the embedding itself if they are tied."""
+    return embedding(model) if model.tied else Parameter("head", (model.vocab_size, model.dim), "head")
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
@@ -182,7 +183,8 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     for layer in range(model.layers):
         yield from block_parameters(model, layer)
     yield final_norm(model)
-    yield head(model)
+    if not model.tied:
+        yield head(model)
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -63,6 +63,10 @@ class ModelConfig(Tagged):
     kv_heads: Width
     """Number of key/value heads (GQA); must divide heads. Default: heads."""
 
+    tied: bool = False
+    """True: the head is the embedding, one V x d table with the sum of both gradients. It is sharded along the vocabulary under
+    every layout."""
+
     mlp_silu: bool = True
     """True: SwiGLU, silu on the gate. False: down(gate(x) * up(x)), as in CoLA's models of 350M parameters and more."""
 

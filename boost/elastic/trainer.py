@@ -83,10 +83,9 @@ class _KeptBucket(GradBucket):
         """This process's own gradients; empty until the sum starts."""
 
     def launch(self, axis: Axis) -> None:
-        if axis.size > 1:
-            own = self.gradients()
-            # torch sums a single gradient in place, not in a flat copy.
-            self.own = own if self.is_cast or len(own) > 1 else [own[0].clone()]
+        own = self.gradients()
+        # torch sums a single gradient in place, not in a flat copy.
+        self.own = own if axis.size == 1 or self.is_cast or len(own) > 1 else [own[0].clone()]
         super().launch(axis)
 
     def wait(self) -> None:

@@ -7,7 +7,7 @@ Legend: p TP processes, T tokens, N selected tokens; D hidden width, V vocabular
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,22 +16,14 @@ from boost.config.architecture import Slot
 from boost.config.attention import crosses_as_heads, local_heads
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.layouts import LayoutSpec, Placement, spec_of
-from boost.layouts.spec import (
-    EXCHANGE,
-    GATHER,
-    GATHER_REPLICATED,
-    SCATTER_SUM,
-    SUM_BACKWARD,
-    SUM_FORWARD,
-    Comm,
-)
+from boost.layouts.spec import EXCHANGE, GATHER, GATHER_REPLICATED, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD, Comm
 from boost.models.attention import Context, SequenceShare
 from boost.models.group import Flow, LinearGroup
 from boost.models.interface import Layout, Teaching
 from boost.models.kernels import linear, lookup, rms_norm
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight, features_to_rows, heads_for_each, rows_to_features
-from boost.parallel.loss import cross_entropy, distill_loss
+from boost.parallel.loss import cross_entropy, distill_loss, embed_rows
 from boost.parallel.mesh import Axis, Mesh
 
 
@@ -120,6 +112,9 @@ class BaseLayout:
         has_own = not is_inference and (self.splits or spec.residual == "tokens")
         own: Any = type(self)(spec, model, parallel, mesh, is_inference=True) if has_own else self
         self.inference: Layout = own
+        if model.tied and self.size > 1:  # the table is sharded by rows, not by columns
+            residual = "replicated" if is_inference and spec.residual == "tokens" else spec.residual
+            cast(Any, self).embed = functools.partial(embed_rows, residual, self.start, self.axis)
 
     def sequence_share(self) -> SequenceShare | None:
         return self.context_axis.share() if self.context_axis is not None else None

@@ -95,8 +95,9 @@ ResidualKind = Literal["replicated", "tokens", "hidden"]
 _USUAL = {"q": "enter", "o": "leave"}
 """Roles whose placement defaults to that of another role."""
 
-_ENDS = {"embed": Placement(1), "head": Placement(0)}
-"""Placements shared by all layouts: the embedding is sharded along the hidden dim, the head along the vocabulary."""
+_ENDS = {"embed": Placement(1), "head": Placement(0), "tied": Placement(0)}
+"""Placements shared by all layouts: the embedding is sharded along the hidden dim, the head and a tied table along the
+vocabulary."""
 
 
 class LayoutSpec:
@@ -177,8 +178,8 @@ class LayoutSpec:
     def may_have_copy(self, role: str) -> bool:
         """Whether weights with this role can have a working copy (train.working_copies). Factors, dense weights and the head can,
         except `scaled` weights, which a copy would round twice. The embedding has no copy because a step casts only some of its
-        rows; norms and latent gates are too small to need one."""
-        return role.endswith((".A", ".B", ".W", "head")) and role not in self.scaled
+        rows, unless it is also the head; norms and latent gates are too small to need one."""
+        return role.endswith((".A", ".B", ".W", "head", "tied")) and role not in self.scaled
 
     def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
         """Local shape of the residual stream for `tokens` tokens."""
@@ -213,6 +214,13 @@ class LayoutSpec:
     def num_shards(self, parallel: ParallelConfig) -> int:
         """Number of shards of heads and, unless `mlp_token_local`, of channels: p, or 1 if they are replicated."""
         return parallel.tp
+
+    def table_comms(self, model: ModelConfig) -> tuple[Comm, ...]:
+        """`embed_comms`, or those of a tied table: each rank looks up its own rows of the vocabulary, and the sum goes to the
+        shards of the residual stream."""
+        if not model.tied or self.single_process:
+            return self.embed_comms
+        return (SUM_FORWARD if self.residual == "replicated" else SCATTER_SUM,)
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
         """The collectives for one group of linears, in forward order."""

@@ -32,6 +32,8 @@ class Decoder(FusedModule):
     embed: Tensor
     final_norm: Tensor
     head: Tensor
+    head_name = "head"
+    """The attribute with the weight of the head: `embed` for a tied table. Other stages than the embedding's have a copy of it."""
 
     def __init__(
         self,
@@ -44,6 +46,8 @@ class Decoder(FusedModule):
         super().__init__()
         self.model, self.layout, self.compute_dtype = model, layout, compute_dtype
         self.stage = stage or whole(model)
+        if model.tied and self.stage.has_embedding:
+            self.head_name = "embed"
         policies = policies or [NO_RECOMPUTE] * model.layers
         if self.stage.has_embedding:
             self.add_fused_param("embed", (architecture.embedding(model),), layout)
@@ -52,7 +56,14 @@ class Decoder(FusedModule):
         )
         if self.stage.has_head:
             self.add_fused_param("final_norm", (architecture.final_norm(model),), layout)
-            self.add_fused_param("head", (architecture.head(model),), layout)
+            if self.head_name == "head":
+                self.add_fused_param("head", (architecture.head(model),), layout)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight of the head, which may be the embedding."""
+        weight: Tensor = getattr(self, self.head_name)
+        return weight
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +98,7 @@ class Decoder(FusedModule):
     def _loss(self, flow: Flow, targets_T: Tensor, teaching: Teaching | None) -> Iterator[None]:
         """Turns x into the loss for one part."""
         yield from self.layout.head_input(flow, self.final_norm)
-        flow.x = self.layout.loss(flow.x, self.head, targets_T, teaching)
+        flow.x = self.layout.loss(flow.x, self.head_weight, targets_T, teaching)
 
     @torch.no_grad()
     def head_inputs(self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
@@ -118,14 +129,14 @@ class Decoder(FusedModule):
                 cache.length += tokens_BS.shape[1]
         if not self.stage.has_head:
             return stream.x, *stream.latents
-        return layout.logits(stream.x, self.final_norm, self.head, rows.last_tokens(stream.x.device))
+        return layout.logits(stream.x, self.final_norm, self.head_weight, rows.last_tokens(stream.x.device))
 
     @torch.no_grad()
     def logits_of(self, tokens_BS: Tensor, tokens_N: Tensor) -> Tensor:
         """Logits [N, V] after each of the tokens at indices `tokens_N` (int64, 0 to B S - 1), for a single-stage model."""
         caches = self.make_caches(*tokens_BS.shape)
         layout, stream = self._infer(tokens_BS, caches, self._rows(tokens_BS, caches))
-        return layout.logits(stream.x, self.final_norm, self.head, tokens_N)
+        return layout.logits(stream.x, self.final_norm, self.head_weight, tokens_N)
 
     def _rows(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> CacheRows:
         """The first B rows, whose caches are equally long."""

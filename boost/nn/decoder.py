@@ -61,10 +61,15 @@ class Decoder(decoder.Decoder):
             self.layers = nn.ModuleList(Block(spec, n, _alone=False) for n in range(spec.model.layers))
             add_norm(self, spec, architecture.final_norm(spec.model))
             self.lm_head = uninitialized_linear(spec, head)
-            self.describe_child("lm_head.weight", head, spec.layout)
+            if not spec.model.tied:
+                self.describe_child("lm_head.weight", head, spec.layout)
         if initialized and spec.device.type != "meta":
             initialize(self, spec.seed)
         self._sums = shard_weights(self, spec)
+        if spec.model.tied:
+            self.lm_head.weight = self.embedding.weight
+            if "gradient_sums" in vars(self.embedding):
+                vars(self.lm_head)["gradient_sums"] = vars(self.embedding)["gradient_sums"]
 
     # A training run's decoder stores these as fused parameters.
 
@@ -126,11 +131,11 @@ class Decoder(decoder.Decoder):
         """
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction = '{reduction}' is unknown; valid values: mean, sum")
-        if self.spec.tp.size > 1 and self.lm_head._parameters.get("weight") is self.embedding._parameters.get(
-            "weight", 0
-        ):
+        is_tied = self.lm_head._parameters.get("weight") is self.embedding._parameters.get("weight", 0)
+        if self.spec.tp.size > 1 and is_tied != self.model.tied:
             raise ConfigError(
-                "lm_head.weight is embedding.weight: layouts shard them differently over TP ranks; untie them"
+                f"lm_head.weight {'is' if is_tied else 'is not'} embedding.weight, but the decoder was built with tied = "
+                f"{self.model.tied}, and layouts shard them differently over TP ranks; build it with tied = {is_tied}"
             )
         if targets is not None:
             _check_targets(targets, self.model.vocab_size)

@@ -118,7 +118,8 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
             options = {name: getattr(like, name) for name in ("eps", "activation", *EMBEDDING) if hasattr(like, name)}
             check(path, difference(own, type(like), hooks=is_copy, **options))
     weights = {clean(path): weight for path, weight in module.named_parameters(remove_duplicate=False)}
-    dtype, expected = next(iter(weights.values())).dtype, dict(twin.named_parameters())
+    dtype, expected = next(iter(weights.values())).dtype, dict(twin.named_parameters(remove_duplicate=False))
+    paths = {parameter: path for path, parameter in expected.items()}
     for path in (*(weights.keys() ^ expected.keys()), *(name for name, _ in module.named_buffers())):
         check(path, "is no weight of boost.nn")
     for path, weight in weights.items():
@@ -126,5 +127,6 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
         check(path, None if weight.dtype == dtype else f"is {weight.dtype}, not {dtype}")
         hooks = is_copy and (weight._backward_hooks or weight._post_accumulate_grad_hooks)
         check(path, "has gradient hooks" if hooks else None)
-    paths = {parameter: path for path, parameter in expected.items()}
+        shared = paths[expected[path]]
+        check(path, None if weight is weights[shared] else f"is no longer tied to {shared}")
     return {fused.slices[0].parameter.name: weights[paths[fused.parameter]] for fused in fused_params(twin)}

@@ -36,12 +36,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from boost.layouts.spec import (
-    GATHER,
-    SUM_BACKWARD,
-    SUM_BOTH,
-    Comm,
-)
+from boost.layouts.spec import GATHER, SUM_BACKWARD, SUM_BOTH, Comm
 from boost.parallel.mesh import Axis
 
 _ops = torch.ops._c10d_functional

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from boost.config.traffic import bucket_lengths
 from boost.models.fused import FusedParam
 from boost.parallel.collectives import all_reduce, finish_all_reduce, start_all_reduce
+from boost.parallel.loss import add_other_use
 from boost.parallel.mesh import Axis, Mesh
 
 
@@ -82,7 +83,8 @@ class GradientReducer:
         trainable = [s for s in fused_params if s.parameter.requires_grad]
         replicated = [s for s in trainable if s.shard is None]
         sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
-        self._trainable = trainable
+        self._trainable, self._pipeline = trainable, mesh.pp
+        self._tied = [s for s in trainable if mesh.pp.size > 1 and s.slices[0].parameter.role == "tied"]
         self._queues = [
             self.queue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype),
             self.queue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype),
@@ -122,6 +124,7 @@ class GradientReducer:
             queue.launch_until(len(queue.buckets))
         for queue in self._queues:
             queue.wait()
+        add_other_use(self._tied, self._pipeline)
 
 
 class GradBucket:
@@ -307,6 +310,7 @@ def launch_step_stats(
             copies *= mesh.dp_cp.size
         elif fused.shard.over != "dp":
             copies = 1
+        copies *= 2 if fused.slices[0].parameter.role == "tied" and mesh.pp.size > 1 else 1
         by_copies[copies].append(fused.tensor.grad)
     for copies, gradients in by_copies.items():  # each process that holds the same rows adds its fraction
         # Norms need at least fp32: rounded to bf16, they would depend on the fusing and sharding of tensors.

@@ -1,20 +1,25 @@
-"""Cross-entropy and distillation loss over an optionally sharded vocabulary, in chunks of tokens.
+"""Cross-entropy and distillation loss over an optionally sharded vocabulary, in chunks of tokens; and the lookup in a head that is
+also the embedding.
 
 Legend: T tokens, D hidden width (the student's), E the teacher's, V vocabulary rows on this process, N tokens in one chunk.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from boost.config.architecture import IGNORED
 from boost.config.traffic import chunk_tokens
+from boost.layouts.spec import SCATTER_SUM, SUM_FORWARD, ResidualKind
+from boost.models.fused import FusedParam
+from boost.models.group import Flow
 from boost.models.interface import Teaching
-from boost.models.kernels import Kernel, gemm, statistic_dtype
-from boost.parallel.collectives import all_gather
+from boost.models.kernels import Kernel, gemm, lookup, statistic_dtype
+from boost.parallel.collectives import InFlight, all_gather, features_to_rows
 from boost.parallel.mesh import Axis
 
 
@@ -219,3 +224,39 @@ def _whole_statistics(local_5N: Tensor, axis: Axis) -> Tensor:
     cross_N = ((teacher_pN - whole_N).exp() * local_p5N[:, 4]).sum(0)
     sums = local_p5N[:, 0].logsumexp(0), local_p5N[:, 1].sum(0), local_p5N[:, 2].logsumexp(0)
     return torch.stack((*sums, whole_N, cross_N))
+
+
+# A table that is both embedding and head.
+
+
+def embed_rows(
+    residual: ResidualKind, start: Callable[..., InFlight], axis: Axis, flow: Flow, table: Tensor, dtype: torch.dtype
+) -> Iterator[None]:
+    """`Layout.embed` for a table [V, d] that is sharded along the vocabulary: each process looks up its own rows, and their sum
+    goes to the shards of the residual stream. Forward: one all-reduce of width d, or one reduce-scatter if the stream is sharded
+    (backward: an all-gather)."""
+    rows = table.shape[0]
+    local_T = flow.x - axis.rank * rows
+    others_T1 = ((local_T < 0) | (local_T >= rows)).unsqueeze(-1)
+    own_TD = lookup(local_T.clamp(0, rows - 1), table, dtype).masked_fill(others_T1, 0)
+    if residual == "hidden":
+        own_TD = features_to_rows([own_TD], axis)
+    summed = start(SUM_FORWARD if residual == "replicated" else SCATTER_SUM, own_TD)
+    yield
+    flow.x = summed.wait()
+
+
+def add_other_use(tables: Sequence[FusedParam], pipeline: Axis) -> None:
+    """Adds the gradients of the first and the last stage, each of which has a copy of the table: one send in each direction. Both
+    add the same two numbers, so the copies stay equal to the last bit."""
+    for fused in tables:
+        own = fused.tensor.grad
+        assert own is not None, "every parameter must have a gradient in every step"
+        own, other = own.contiguous(), torch.empty(own.shape, dtype=own.dtype, device=own.device)
+        group, peer = pipeline.group, pipeline.size - 1 - pipeline.rank
+        receive, send = (
+            dist.P2POp(op, x, group=group, group_peer=peer) for op, x in ((dist.irecv, other), (dist.isend, own))
+        )
+        for work in dist.batch_isend_irecv([receive, send]):
+            work.wait()
+        fused.tensor.grad = own + other

@@ -38,14 +38,22 @@ CATEGORIES = {
 }
 """Every category and its description."""
 
-_MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "q.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
+_MADE_BY = {
+    "embed": RESIDUAL,
+    "tied": RESIDUAL,
+    "A": LATENTS,
+    "enter.B": WIDE,
+    "q.B": WIDE,
+    "kv.B": WIDE,
+    "leave.B": RESIDUAL,
+}
 _MADE_BY |= {"enter.W": WIDE, "q.W": WIDE, "kv.W": WIDE, "o.W": RESIDUAL, "leave.W": RESIDUAL}
 _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
 """Category of a GEMM's output, by its weight's role."""
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))
 _SENT = "all_reduce all_gather_into_tensor all_gather reduce_scatter_tensor reduce_scatter all_to_all_single all_to_all wait_tensor"
-_MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach {_SENT}".split())
+_MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach masked_fill {_SENT}".split())
 """Operations that take a residual stream and return one."""
 
 

@@ -115,7 +115,7 @@ def stage_sends(
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[PlannedComm]]:
     """Yields lists of collectives for the embedding, each block, and the head; the list is empty for an end on another stage."""
     spec = spec_of(parallel)
-    yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.embed_comms if stage.has_embedding]
+    yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.table_comms(model) if stage.has_embedding]
     for layer in stage.numbers:
         contexts = (
             GroupContext(group, model, parallel, dtype, has_latent_gate(model, layer)) for group in groups(model, layer)

@@ -154,7 +154,9 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
     if held[0].has_embedding:
         parameters.insert(0, architecture.embedding(model))
     if held[-1].has_head:
-        parameters += [architecture.final_norm(model), architecture.head(model)]
+        parameters.append(architecture.final_norm(model))
+        if not (model.tied and held[0].has_embedding):
+            parameters.append(architecture.head(model))
     stored = [tensor for stage in held for tensor in stored_tensors(model, parallel, stage)]
     collectives = step_collectives(config, pp_rank)
     of_all = [c for c in collectives if c.phase != "step"]

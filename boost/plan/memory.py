@@ -390,18 +390,25 @@ class _StepMemory:
         gathered = self.shards.backward(stage, last)
         freed: Counter[str] = Counter()
         new = 0
+        waiting_head = 0
         if stage.has_head:
             extra = self.loss.first_backward if is_new else self.loss.backward
             yield _Snapshot(LOSS_BACKWARD, Counter(), {WORK: extra}, gathered(None))
             freed.subtract(self.loss.by_category)
             new += self.shards.new_gradients(stage, None, last, self.loss.new_gradients) * (not done)
+            if self.config.model.tied and stage.has_embedding:
+                # Autograd holds the head's gradient until it adds the embedding's to it in place.
+                train, table = self.config.train, self.config.model.vocab_size * self.config.model.dim
+                used = train.compute_dtype if self.config.has_working_copies else train.param_dtype
+                in_new = ITEMSIZE[train.param_dtype] if not done and not self.shards.enabled else 0
+                waiting_head = table // self.config.parallel.tp * (ITEMSIZE[used] - in_new)
         waiting = 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
         for n in reversed(stage.numbers):
             block = self.blocks[n]
             output_grad = 0 if waiting else block.traced.output_bytes
             waiting = 0
             extra = block.traced.first_backward if is_new else block.traced.backward
-            temporary = {GRADIENTS: new, WORK: output_grad + extra}
+            temporary = {GRADIENTS: new, WORK: output_grad + extra + waiting_head}
             yield _Snapshot(BACKWARD, Counter(freed), temporary, gathered(n))
             freed.subtract(self._block_saved(stage, n))
             new += self.shards.new_gradients(stage, n, last, block.traced.new_gradients) * (not done)
@@ -410,7 +417,8 @@ class _StepMemory:
                 yield _Snapshot(SUM, Counter(freed), temporary, gathered(n))
         if stage.has_embedding:
             extra = self.embedding.first_backward if is_new else self.embedding.backward
-            temporary = {GRADIENTS: new, WORK: self.blocks[stage.numbers[0]].traced.input_bytes + extra}
+            work = self.blocks[stage.numbers[0]].traced.input_bytes + extra + waiting_head
+            temporary = {GRADIENTS: new, WORK: work}
             yield _Snapshot(EMBEDDING, Counter(freed), temporary, gathered(replicas.END))
 
     # Baseline.

@@ -93,7 +93,8 @@ def _stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage) 
             yield tensor._replace(unit=layer)
     if stage.has_head:
         yield stored(None, architecture.final_norm(model))
-        yield stored(None, architecture.head(model))
+        if not (model.tied and stage.has_embedding):
+            yield stored(None, architecture.head(model))
 
 
 def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> Iterator[StoredTensor]:
@@ -163,6 +164,10 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
             elements = sum(sizes[:length])
             result.append(Collective("step", "all-reduce", (elements,), sent, processes, "gradients", axis=axis))
             sizes = sizes[length:]
+    if config.model.tied and parallel.pp > 1 and any(stage.has_embedding or stage.has_head for stage in stages):
+        table = stored_tensor(config.model, parallel, None, architecture.embedding(config.model))
+        shape = table.shard(parallel) // table.columns, table.columns
+        result.append(Collective("step", "send", shape, dtype, 2, "tied table", axis="pp"))
     return result
 
 

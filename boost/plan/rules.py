@@ -137,6 +137,12 @@ def mul(x: ShapeTensor, y: Any, out: ShapeTensor | None = None) -> ShapeTensor:
     return record(lambda: _made("mul", [x, y]), [x, y], backward, [*([x] if for_y else []), *([y] if for_x else [])])
 
 
+@rule("masked_fill")
+def masked_fill(x: ShapeTensor, mask: ShapeTensor, value: float) -> ShapeTensor:
+    """x with a number where the mask is true; saves the mask."""
+    return record(lambda: _made("masked_fill", [x]), [x], lambda g, s: [_made("masked_fill", [g[0]])], [mask])
+
+
 @rule("div")
 def div(x: ShapeTensor, y: Any) -> ShapeTensor:
     """x / y. Under autograd y must be a number."""

@@ -283,7 +283,7 @@ class ShapeTensor:
     def __ge__(self, other: Any) -> "ShapeTensor":
         return RULES["compare"](self)
 
-    __lt__ = __gt__ = __le__ = __and__ = __ge__
+    __lt__ = __gt__ = __le__ = __and__ = __or__ = __ge__
 
     def __eq__(self, other: object) -> Any:
         return RULES["compare"](self)

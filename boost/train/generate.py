@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from boost.errors import ConfigError
@@ -252,6 +252,9 @@ def prepare_inference(decoder: Decoder, batch: int) -> None:
     if not PackedWeight.is_supported(decoder.device, dtype) or not decoder.layout.grouping:
         return
     groups = [module for module in decoder.modules() if isinstance(module, FusedLinearGroup)]
+    if decoder.head_name == "embed":  # lookups need rows
+        decoder.head_name = "head"
+        decoder.register_parameter("head", nn.Parameter(decoder.embed.detach()))
     for module, name in [*((group, name) for group in groups for name in group.slices), (decoder, "head")]:
         weight = module.get_parameter(name)
         if batch > 1 or dtype != torch.float32:

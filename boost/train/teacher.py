@@ -43,7 +43,7 @@ class Teacher:
         hidden_TE = self.decoder.head_inputs(tokens_BS, document_ids_BS)
         distill = self._distill
         weights = distill.weight, distill.temperature, distill.hidden
-        return Teaching(hidden_TE, self.decoder.head, *weights, self.cross_entropy)
+        return Teaching(hidden_TE, self.decoder.head_weight, *weights, self.cross_entropy)
 
 
 def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
