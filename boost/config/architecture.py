@@ -24,7 +24,8 @@ class Parameter:
     shape: tuple[int, ...]
     role: str
     """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | q.{B,W} and kv.{B,W} (outputs are heads) | o.{A,W} (inputs are
-    heads) | latent.rows and latent.whole (LaX's latent norms and gates; latent.rows may be sharded along the rank)"""
+    heads) | bias.{q,kv,o} | qk_norm | latent.rows and latent.whole (LaX's latent norms and gates; latent.rows may be sharded along
+    the rank)"""
 
     @property
     def size(self) -> int:
@@ -78,18 +79,31 @@ _AT_HEADS = {
 
 def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupSpec, GroupSpec]:
     """The four groups of block `layer`, in forward order."""
-    d, f = model.dim, model.ffn_dim
+    d, f, q = model.dim, model.ffn_dim, model.heads_dim
     kv = model.kv_heads * model.head_dim
 
     def slot(name: str, d_in: int, d_out: int) -> Slot:
         return Slot(name, d_in, d_out, model.rank_of(layer, name), kv=name in ("attn.k", "attn.v"))
 
     return (
-        GroupSpec("qkv", "enter", (slot("attn.q", d, d), slot("attn.k", d, kv), slot("attn.v", d, kv))),
-        GroupSpec("o", "leave", (slot("attn.o", d, d),)),
+        GroupSpec("qkv", "enter", (slot("attn.q", d, q), slot("attn.k", d, kv), slot("attn.v", d, kv))),
+        GroupSpec("o", "leave", (slot("attn.o", q, d),)),
         GroupSpec("gate_up", "enter", (slot("mlp.gate", d, f), slot("mlp.up", d, f))),
         GroupSpec("down", "leave", (slot("mlp.down", f, d),)),
     )
+
+
+def attention_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> tuple[Parameter, ...]:
+    """Biases of a group's linears, `bias` [d_out], and gains of the norms of queries and keys, `norm` [head_dim]."""
+    biased = (
+        [] if model.attn_bias == "none" else [s for s in group.slots if s.name.removeprefix("attn.") in model.attn_bias]
+    )
+    biases = (
+        Parameter(f"{prefix}.{slot.name}.bias", (slot.d_out,), "bias.kv" if slot.kv else f"bias.{slot.name[-1]}")
+        for slot in biased
+    )
+    normed = ("attn.q", "attn.k") if model.qk_norm and group.name == "qkv" else ()
+    return *biases, *(Parameter(f"{prefix}.{name}.norm", (model.head_dim,), "qk_norm") for name in normed)
 
 
 def has_latent_gate(model: ModelConfig, layer: int) -> bool:
@@ -105,13 +119,15 @@ def slot_of(model: ModelConfig, name: str) -> Slot:
 
 
 def first_alike(model: ModelConfig, layer: int) -> int:
-    """The first block with the same shapes as block `layer`, and with latent gates if that block has them."""
-    if model.has_latent_gates:  # in that case, ranks are the same in all blocks
-        return min(layer, 1)
-    if not model.ranks:
-        return 0
+    """The first block with the same shapes as block `layer`, and with latent gates and rotary embeddings if that block has them."""
+    if not model.ranks and not model.nope_layers:
+        return min(layer, 1) if model.has_latent_gates else 0
     named = {int(name.split(".")[1]) for name in model.ranks if name.startswith("layers.")}
-    return layer if layer in named else next(n for n in range(model.layers) if n not in named)
+
+    def kind(n: int) -> tuple[int | None, bool, bool]:
+        return n if n in named else None, has_latent_gate(model, n), n in model.nope_layers
+
+    return next(n for n in range(model.layers) if kind(n) == kind(layer))
 
 
 def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> dict[str, tuple[Parameter, ...]]:
@@ -156,6 +172,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":
             yield from group.parameters(prefix, factor)
+        yield from attention_parameters(model, group, prefix)
         if has_latent_gate(model, layer):
             for parameters_of_slots in latent_gate_parameters(model, group, prefix).values():
                 yield from parameters_of_slots
@@ -200,9 +217,9 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
-    """FLOPs per token in one block. Attention takes 6 * dim * seq_len for its two products over the causal half of the scores:
-    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies each latent, as an a x b matrix,
-    by an a x a and a b x b matrix."""
+    """FLOPs per token in one block. Attention takes 6 * heads_dim * seq_len for its two products over the causal half of the
+    scores: 2 products * 2 FLOPs * heads_dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies each latent, as an
+    a x b matrix, by an a x a and a b x b matrix."""
     multiplied = 0
     for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":
@@ -211,4 +228,4 @@ def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
             multiplied += sum(rank**2 for rank in group.ranks)
         elif has_latent_gate(model, layer) and model.gate == "tensor":
             multiplied += sum(rank * sum(tensor_shape(rank)) for rank in group.ranks)
-    return 6 * multiplied + 6 * model.dim * seq_len
+    return 6 * multiplied + 6 * model.heads_dim * seq_len
