@@ -56,16 +56,17 @@ def _model_problems(config: Config) -> Iterator[str]:
             f"{field} = {value} gives a model of {total:.1e} parameters, but the maximum is "
             f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
         )
-    if model.dim % 2 and model.heads * model.head_dim == model.dim:
+    is_default = model.head_dim == max(model.dim // model.heads, 1)
+    if model.dim % 2 and is_default:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
         yield f"model.dim = {model.dim} must be even, because rotary embeddings pair dimensions; nearest valid value: {best}"
-    if model.dim % model.heads and model.head_dim == max(model.dim // model.heads, 1):  # the default
+    if model.dim % model.heads and is_default:
         best = _nearest_heads(config)
         yield (
             f"model.heads = {model.heads} must divide model.dim = {model.dim}, unless model.head_dim is set; nearest valid value: "
             f"{best}"
         )
-    if model.head_dim % 2 and model.head_dim == model.dim // model.heads:
+    if model.head_dim % 2 and is_default:
         best = _nearest_heads(config)
         yield (
             f"model.heads = {model.heads} gives an odd head_dim of {model.head_dim}, but rotary embeddings pair dimensions; "

@@ -24,10 +24,9 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
-from boost.models.attention import Context, KeysValues, KVCache, attend, split_heads
+from boost.models.attention import Context, Heads, KeysValues, KVCache, attend, split_heads
 from boost.models.fused import FusedModule
 from boost.models.group import Flow, FusedLinearGroup, Latents, LinearGroup, RecomputePolicy, Stream, call
-from boost.models.heads import Heads
 from boost.models.interface import Layout
 from boost.models.kernels import gated_product
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
+from boost.models.attention import Heads, own_head
 from boost.models.fused import FusedModule, Sharding
-from boost.models.heads import Heads, own_head
 from boost.models.kernels import StartCollective, UpProject, linear, scale
 from boost.models.latent_gate import LatentGate
 
@@ -111,7 +111,7 @@ class LinearGroup:
     heads: Heads
     """For q, k, v: what turns their products into heads."""
     bias: Tensor
-    """For o, if it `adds_bias`: this process's part for the residual stream."""
+    """For o, if it `adds_bias`."""
     latent_gate: LatentGate | None
     """Combines this group's latents with those of the previous block."""
 
