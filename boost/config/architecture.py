@@ -43,6 +43,8 @@ class Slot:
     rank: int | None
     kv: bool = False
     """Whether its outputs are key/value heads. There may be fewer of them than TP ranks."""
+    bias: bool = False
+    """Whether y also has a bias [d_out]."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupS
     kv = model.kv_heads * model.head_dim
 
     def slot(name: str, d_in: int, d_out: int) -> Slot:
-        return Slot(name, d_in, d_out, model.rank_of(layer, name), kv=name in ("attn.k", "attn.v"))
+        bias = model.attn_bias != "none" and name.removeprefix("attn.") in model.attn_bias
+        return Slot(name, d_in, d_out, model.rank_of(layer, name), name in ("attn.k", "attn.v"), bias)
 
     return (
         GroupSpec("qkv", "enter", (slot("attn.q", d, q), slot("attn.k", d, kv), slot("attn.v", d, kv))),
@@ -95,12 +98,10 @@ def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupS
 
 def attention_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> tuple[Parameter, ...]:
     """Biases of a group's linears, `bias` [d_out], and gains of the norms of queries and keys, `norm` [head_dim]."""
-    biased = (
-        [] if model.attn_bias == "none" else [s for s in group.slots if s.name.removeprefix("attn.") in model.attn_bias]
-    )
     biases = (
         Parameter(f"{prefix}.{slot.name}.bias", (slot.d_out,), "bias.kv" if slot.kv else f"bias.{slot.name[-1]}")
-        for slot in biased
+        for slot in group.slots
+        if slot.bias
     )
     normed = ("attn.q", "attn.k") if model.qk_norm and group.name == "qkv" else ()
     return *biases, *(Parameter(f"{prefix}.{name}.norm", (model.head_dim,), "qk_norm") for name in normed)

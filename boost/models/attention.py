@@ -288,8 +288,9 @@ def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.dev
 # From projections to heads.
 
 
-class Heads(FusedModule):
-    """The rest of a block's projections to heads: parameters of q, k, v that act on this process's heads, and rotary embeddings."""
+class Heads:
+    """The rest of a block's projections to heads: parameters of q, k, v that act on this process's heads, and rotary embeddings.
+    Subclasses store the parameters."""
 
     q_bias: Tensor
     k_bias: Tensor
@@ -297,17 +298,14 @@ class Heads(FusedModule):
     q_norm: Tensor
     k_norm: Tensor
 
-    def __init__(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
-        super().__init__()
+    def describe(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
+        """Sets the attributes that follow from the configuration."""
         self.head_dim, self.eps = model.head_dim, model.norm_eps
         self.has_biases, self.has_norms = model.attn_bias != "none", model.qk_norm
         self.has_rope = layer not in model.nope_layers
         own = own_head(model, layout)
         self.own_rows = None, own, own
         """For each of q, k, v, the (first row, rows) of its bias that this process uses; None: all rows."""
-        qkv, *_ = architecture.groups(model, layer)
-        for parameter in architecture.attention_parameters(model, qkv, f"layers.{layer}"):
-            self.add_fused_param("_".join(parameter.name.split(".")[-2:]), (parameter,), layout)
 
     def split(self, projected: Sequence[Tensor], context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Products of q, k, v, [T, O] each -> rotated q and k, and v, as heads [B, S, H or K, E]."""
@@ -321,6 +319,17 @@ class Heads(FusedModule):
         if self.has_rope:
             q, k = rotary(q, k, context.cos, context.sin)
         return q, k, v
+
+
+class FusedHeads(Heads, FusedModule):
+    """The same, with parameters of its own."""
+
+    def __init__(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
+        FusedModule.__init__(self)
+        self.describe(model, layer, layout)
+        qkv, *_ = architecture.groups(model, layer)
+        for parameter in architecture.attention_parameters(model, qkv, f"layers.{layer}"):
+            self.add_fused_param("_".join(parameter.name.split(".")[-2:]), (parameter,), layout)
 
 
 def own_head(model: ModelConfig, layout: Sharding) -> tuple[int, int] | None:

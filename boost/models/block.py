@@ -24,7 +24,7 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
-from boost.models.attention import Context, Heads, KeysValues, KVCache, attend, split_heads
+from boost.models.attention import Context, FusedHeads, KeysValues, KVCache, attend, split_heads
 from boost.models.fused import FusedModule
 from boost.models.group import Flow, FusedLinearGroup, Latents, LinearGroup, RecomputePolicy, Stream, call
 from boost.models.interface import Layout
@@ -124,7 +124,7 @@ class TransformerBlock(FusedModule):
             self.add_fused_param(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
         shapes = architecture.groups(model, layer)
         self.qkv, self.o, self.gate_up, self.down = (FusedLinearGroup(model, shape, layer, layout) for shape in shapes)
-        self.qkv.heads = Heads(model, layer, layout)
+        self.qkv.heads = FusedHeads(model, layer, layout)
         for bias in architecture.attention_parameters(model, self.o.shape, prefix):
             self.o.add_fused_param("bias", (bias,), layout)
         self.recompute(policy)

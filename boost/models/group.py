@@ -126,7 +126,7 @@ class LinearGroup:
         """For each slot, whether this process computes all heads of its tokens, which are then exchanged."""
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
         """Whether the next block uses these latents."""
-        self.adds_bias = shape.name == "o" and model.attn_bias == "qkvo"
+        self.adds_bias = shape.side == "leave" and shape.slots[0].bias
         roles = [weight.role for weight in shape.parameters("", "B" if model.low_rank else "W")]
         each = zip(shape.slots, roles, self.as_heads, strict=True)
         is_copy = [slot.kv and layout.placement(role).dim is None and not as_heads for slot, role, as_heads in each]
