@@ -94,6 +94,18 @@ BLOCKS = {
 """One block's forward pass, by layout; all but single on two processes."""
 
 
+HEADS = {"attn_bias": "qkvo", "qk_norm": True, "nope_layers": [0], "head_dim": 16}
+MORE_CALLS = 5
+"""What biases and norms may add to the calls of a block's forward pass."""
+
+
+def test_biases_and_norms_of_heads_add_few_calls() -> None:
+    config = demo("--parallel.layout", "btp", "--parallel.tp", "2")
+    config = config.changed(model=HEADS)
+    seen = run_distributed(2, forward_of_a_block, config)[0]
+    assert seen.calls <= BLOCKS["btp"].calls + MORE_CALLS, seen
+
+
 @pytest.mark.parametrize("layout", BLOCKS)
 def test_the_forward_pass_of_a_block(layout: str) -> None:
     size = 1 if layout == next(iter(BLOCKS)) else 2
@@ -140,7 +152,7 @@ def test_the_core_is_read_in_an_evening() -> None:
 
 
 CORE = ("models/", "layouts/", "parallel/", "train/step.py", "optim/adamw.py", "config/architecture.py")
-CORE_FILES, CORE_LINES = 35, 6564
+CORE_FILES, CORE_LINES = 35, 6705
 
 
 def test_the_core_is_small() -> None:

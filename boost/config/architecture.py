@@ -24,8 +24,8 @@ class Parameter:
     shape: tuple[int, ...]
     role: str
     """embed | head | tied (both) | norm | final_norm | {enter,leave}.{A,B,W} | q.{B,W} and kv.{B,W} (outputs are heads) |
-    o.{A,W} (inputs are heads) | latent.rows and latent.whole (LaX's latent norms and gates; latent.rows may be sharded along the
-    rank)"""
+    o.{A,W} (inputs are heads) | bias.{q,kv,o} | qk_norm | latent.rows and latent.whole (LaX's latent norms and gates; latent.rows
+    may be sharded along the rank)"""
 
     @property
     def size(self) -> int:
@@ -43,6 +43,8 @@ class Slot:
     rank: int | None
     kv: bool = False
     """Whether its outputs are key/value heads. There may be fewer of them than TP ranks."""
+    bias: bool = False
+    """Whether y also has a bias [d_out]."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,30 @@ _AT_HEADS = {
 
 def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupSpec, GroupSpec]:
     """The four groups of block `layer`, in forward order."""
-    d, f = model.dim, model.ffn_dim
+    d, f, q = model.dim, model.ffn_dim, model.heads_dim
     kv = model.kv_heads * model.head_dim
 
     def slot(name: str, d_in: int, d_out: int) -> Slot:
-        return Slot(name, d_in, d_out, model.rank_of(layer, name), kv=name in ("attn.k", "attn.v"))
+        bias = model.attn_bias != "none" and name.removeprefix("attn.") in model.attn_bias
+        return Slot(name, d_in, d_out, model.rank_of(layer, name), name in ("attn.k", "attn.v"), bias)
 
     return (
-        GroupSpec("qkv", "enter", (slot("attn.q", d, d), slot("attn.k", d, kv), slot("attn.v", d, kv))),
-        GroupSpec("o", "leave", (slot("attn.o", d, d),)),
+        GroupSpec("qkv", "enter", (slot("attn.q", d, q), slot("attn.k", d, kv), slot("attn.v", d, kv))),
+        GroupSpec("o", "leave", (slot("attn.o", q, d),)),
         GroupSpec("gate_up", "enter", (slot("mlp.gate", d, f), slot("mlp.up", d, f))),
         GroupSpec("down", "leave", (slot("mlp.down", f, d),)),
     )
+
+
+def attention_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> tuple[Parameter, ...]:
+    """Biases of a group's linears, `bias` [d_out], and gains of the norms of queries and keys, `norm` [head_dim]."""
+    biases = (
+        Parameter(f"{prefix}.{slot.name}.bias", (slot.d_out,), "bias.kv" if slot.kv else f"bias.{slot.name[-1]}")
+        for slot in group.slots
+        if slot.bias
+    )
+    normed = ("attn.q", "attn.k") if model.qk_norm and group.name == "qkv" else ()
+    return *biases, *(Parameter(f"{prefix}.{name}.norm", (model.head_dim,), "qk_norm") for name in normed)
 
 
 def has_latent_gate(model: ModelConfig, layer: int) -> bool:
@@ -106,13 +120,15 @@ def slot_of(model: ModelConfig, name: str) -> Slot:
 
 
 def first_alike(model: ModelConfig, layer: int) -> int:
-    """The first block with the same shapes as block `layer`, and with latent gates if that block has them."""
-    if model.has_latent_gates:  # in that case, ranks are the same in all blocks
-        return min(layer, 1)
-    if not model.ranks:
-        return 0
+    """The first block with the same shapes as block `layer`, and with latent gates and rotary embeddings if that block has them."""
+    if not model.ranks and not model.nope_layers:
+        return min(layer, 1) if model.has_latent_gates else 0
     named = {int(name.split(".")[1]) for name in model.ranks if name.startswith("layers.")}
-    return layer if layer in named else next(n for n in range(model.layers) if n not in named)
+
+    def kind(n: int) -> tuple[int | None, bool, bool]:
+        return n if n in named else None, has_latent_gate(model, n), n in model.nope_layers
+
+    return next(n for n in range(model.layers) if kind(n) == kind(layer))
 
 
 def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> dict[str, tuple[Parameter, ...]]:
@@ -157,6 +173,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":
             yield from group.parameters(prefix, factor)
+        yield from attention_parameters(model, group, prefix)
         if has_latent_gate(model, layer):
             for parameters_of_slots in latent_gate_parameters(model, group, prefix).values():
                 yield from parameters_of_slots
@@ -202,9 +219,9 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
-    """FLOPs per token in one block. Attention takes 6 * dim * seq_len for its two products over the causal half of the scores:
-    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies each latent, as an a x b matrix,
-    by an a x a and a b x b matrix."""
+    """FLOPs per token in one block. Attention takes 6 * heads_dim * seq_len for its two products over the causal half of the
+    scores: 2 products * 2 FLOPs * heads_dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies each latent, as an
+    a x b matrix, by an a x a and a b x b matrix."""
     multiplied = 0
     for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":
@@ -213,4 +230,4 @@ def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
             multiplied += sum(rank**2 for rank in group.ranks)
         elif has_latent_gate(model, layer) and model.gate == "tensor":
             multiplied += sum(rank * sum(tensor_shape(rank)) for rank in group.ranks)
-    return 6 * multiplied + 6 * model.dim * seq_len
+    return 6 * multiplied + 6 * model.heads_dim * seq_len

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ca
 
 from pydantic import BeforeValidator, Field
 
-from boost.config.section import Count, Positive, Tagged, WholeConfig, Width
+from boost.config.section import Count, Natural, Positive, Tagged, WholeConfig, Width
 from boost.errors import ConfigError
 
 Family = str
@@ -58,10 +58,22 @@ class ModelConfig(Tagged):
     """Number of decoder blocks."""
 
     heads: Width = 8
-    """Number of attention heads; head_dim = dim / heads must be even (rotary embeddings use pairs)."""
+    """Number of attention heads."""
 
     kv_heads: Width
     """Number of key/value heads (GQA); must divide heads. Default: heads."""
+
+    head_dim: Width
+    """Width of one attention head; must be even, because rotary embeddings use pairs. Default: dim / heads."""
+
+    attn_bias: Literal["none", "qkv", "qkvo"] = "none"
+    """Linears of attention that add a bias to their output. qkv: as in Qwen2. qkvo: all four."""
+
+    qk_norm: bool = False
+    """True: RMSNorm of each head's query and key before RoPE, with one gain per dimension of a head, as in Qwen3."""
+
+    nope_layers: Annotated[tuple[Natural, ...], Field(strict=False)] = ()
+    """Indices of the blocks without rotary embeddings (NoPE), such as [3, 7, 11], as in SmolLM3."""
 
     tied: bool = False
     """True: the head is the embedding, one V x d table with the sum of both gradients. It is sharded along the vocabulary under
@@ -94,8 +106,10 @@ class ModelConfig(Tagged):
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """By default, there are as many key/value heads as attention heads."""
-        return {"kv_heads": values.get("heads", cls.model_fields["heads"].default)}
+        """By default, there are as many key/value heads as attention heads, and together the latter are as wide as the model."""
+        dim, heads = (values.get(name, cls.model_fields[name].default) for name in ("dim", "heads"))
+        valid = all(isinstance(value, int) and value > 0 for value in (dim, heads))
+        return {"kv_heads": heads, "head_dim": max(dim // heads, 1) if valid else 1}
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> Any:
@@ -115,9 +129,9 @@ class ModelConfig(Tagged):
         yield from ()
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.heads
+    def heads_dim(self) -> int:
+        """Width of all attention heads: the output of q, and the input of o."""
+        return self.heads * self.head_dim
 
     @property
     def title(self) -> str:

@@ -56,17 +56,31 @@ def _model_problems(config: Config) -> Iterator[str]:
             f"{field} = {value} gives a model of {total:.1e} parameters, but the maximum is "
             f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
         )
-    if model.dim % 2:
+    is_default = model.head_dim == max(model.dim // model.heads, 1)
+    if model.dim % 2 and is_default:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
         yield f"model.dim = {model.dim} must be even, because rotary embeddings pair dimensions; nearest valid value: {best}"
-    if model.dim % model.heads:
+    if model.dim % model.heads and is_default:
         best = _nearest_heads(config)
-        yield f"model.heads = {model.heads} must divide model.dim = {model.dim}; nearest valid value: {best}"
-    if model.head_dim % 2:
+        yield (
+            f"model.heads = {model.heads} must divide model.dim = {model.dim}, unless model.head_dim is set; nearest valid value: "
+            f"{best}"
+        )
+    if model.head_dim % 2 and is_default:
         best = _nearest_heads(config)
         yield (
             f"model.heads = {model.heads} gives an odd head_dim of {model.head_dim}, but rotary embeddings pair dimensions; "
             f"nearest valid value: {best}"
+        )
+    elif model.head_dim % 2:
+        yield (
+            f"model.head_dim = {model.head_dim} must be even, because rotary embeddings pair dimensions; nearest valid value: "
+            f"{model.head_dim + 1}"
+        )
+    if unknown := [layer for layer in model.nope_layers if layer >= model.layers]:
+        yield (
+            f"model.nope_layers = {list(model.nope_layers)} names block {unknown[0]}, but model.layers = {model.layers}; largest "
+            f"valid value: {model.layers - 1}"
         )
     if model.rope_low_freq >= model.rope_high_freq:
         yield (

@@ -87,7 +87,7 @@ def costs(model: ModelConfig, train: TrainConfig) -> Costs:
             again = flops / 3
         elif policy != "none":
             entering = [p.size for g in groups(model, layer) if g.side == "enter" for p in g.parameters("", "B")]
-            attention = 2.0 * model.dim * train.seq_len
+            attention = 2.0 * model.heads_dim * train.seq_len
             again = 2.0 * sum(entering) + (0.0 if policy == "low-rank+attention-output" else attention)
         return tokens * (flops + again)
 

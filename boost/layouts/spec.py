@@ -147,7 +147,18 @@ class LayoutSpec:
 
         Fewer than p key/value heads cannot be sharded over p ranks. Instead, every rank holds all of them and uses its
         own head's rows; the gradients of the copies are summed once per optimizer step.
+
+        Biases of q, k and v and the norms of queries and keys act on this process's heads of all tokens, the bias of o on the
+        residual stream.
         """
+        if role in ("bias.q", "bias.kv", "qk_norm") and self.num_shards(parallel) == 1:
+            return WHOLE
+        if role == "qk_norm" or (role == "bias.kv" and model.kv_heads < parallel.tp):
+            return PARTIAL
+        if role in ("bias.q", "bias.kv"):
+            return Placement(0)
+        if role == "bias.o":
+            return {"hidden": Placement(0), "tokens": PARTIAL, "replicated": WHOLE}[self.residual]
         placements = {**_ENDS, **self.placements}
         side, _, factor = role.partition(".")
         placement = placements[role if role in placements else f"{_USUAL.get(side, side)}.{factor}"]

@@ -1,21 +1,26 @@
-"""Causal attention with rotary embeddings over the local heads, and key/value caches for generation.
+"""Causal attention over the local heads: from projections to heads with rotary embeddings, attention, and key/value caches for
+generation.
 
-Legend: B sequences, S tokens in each, T = B * S, H query heads and K key/value heads on this process, E head width; cp
-processes on the context axis, c tokens in a chunk; C cached tokens in the longest sequence.
+Legend: B sequences, S tokens in each, T = B * S, H query heads and K key/value heads on this process, E head width; O local outputs
+of a projection; cp processes on the context axis, c tokens in a chunk; C cached tokens in the longest sequence.
 """
 
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from boost.config import architecture
 from boost.config.attention import chunks_of
 from boost.config.schema import ModelConfig
 from boost.models.documents import Documents, causal, documents_of
+from boost.models.fused import FusedModule, Sharding
+from boost.models.kernels import Kernel, normed_backward, rotary
 
 KeysValues = tuple[Tensor, Tensor] | tuple[()]
 """Rotated keys and values [B, K, S, E] of the first half of each sequence, used by the second half; empty if not needed."""
@@ -278,6 +283,112 @@ def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.dev
     turns = model.rope_original_len * plain / (2 * math.pi)
     unchanged = ((turns - model.rope_low_freq) / (model.rope_high_freq - model.rope_low_freq)).clamp(0, 1)
     return plain * (unchanged + (1 - unchanged) / model.rope_factor)
+
+
+# From projections to heads.
+
+
+class Heads:
+    """The rest of a block's projections to heads: parameters of q, k, v that act on this process's heads, and rotary embeddings.
+    Subclasses store the parameters."""
+
+    q_bias: Tensor
+    k_bias: Tensor
+    v_bias: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+
+    def describe(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
+        """Sets the attributes that follow from the configuration."""
+        self.head_dim, self.eps = model.head_dim, model.norm_eps
+        self.has_biases, self.has_norms = model.attn_bias != "none", model.qk_norm
+        self.has_rope = layer not in model.nope_layers
+        own = own_head(model, layout)
+        self.own_rows = None, own, own
+        """For each of q, k, v, the (first row, rows) of its bias that this process uses; None: all rows."""
+
+    def split(self, projected: Sequence[Tensor], context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Products of q, k, v, [T, O] each -> rotated q and k, and v, as heads [B, S, H or K, E]."""
+        if self.has_biases:
+            # Not in the GEMM: several layouts sum its products over processes, or exchange them.
+            each = zip(projected, (self.q_bias, self.k_bias, self.v_bias), self.own_rows, strict=True)
+            projected = [y + (b if own is None else b.narrow(0, *own)).to(y.dtype) for y, b, own in each]
+        q, k, v = [y.view(context.batch, -1, y.shape[-1] // self.head_dim, self.head_dim) for y in projected]
+        if self.has_norms:
+            q, k = norm_heads(q, k, self.q_norm, self.k_norm, self.eps)
+        if self.has_rope:
+            q, k = rotary(q, k, context.cos, context.sin)
+        return q, k, v
+
+
+class FusedHeads(Heads, FusedModule):
+    """The same, with parameters of its own."""
+
+    def __init__(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
+        FusedModule.__init__(self)
+        self.describe(model, layer, layout)
+        qkv, *_ = architecture.groups(model, layer)
+        for parameter in architecture.attention_parameters(model, qkv, f"layers.{layer}"):
+            self.add_fused_param("_".join(parameter.name.split(".")[-2:]), (parameter,), layout)
+
+
+def own_head(model: ModelConfig, layout: Sharding) -> tuple[int, int] | None:
+    """(first row, rows) of the one key/value head, among those of all, that this process uses; None: all local rows.
+
+    If there are fewer heads K than processes p, all query heads of process i belong to head i K / p.
+    """
+    if model.kv_heads >= layout.num_shards:
+        return None
+    return layout.rank * model.kv_heads // layout.num_shards * model.head_dim, model.head_dim
+
+
+@Kernel
+def normed_heads(
+    q_BSHE: Tensor, k_BSKE: Tensor, gamma_q_E: Tensor, gamma_k_E: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """RMSNorm of every head of q and k (qk-norm, arXiv 2302.05442) -> (both, rounded to their dtype once; 1 / RMS, [..., 1])."""
+    dtype, made = torch.float64 if q_BSHE.dtype == torch.float64 else torch.float32, []
+    for x, gamma_E in ((q_BSHE, gamma_q_E), (k_BSKE, gamma_k_E)):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+        c = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+        y = x * c * gamma_E
+        made.append((y if y.dtype == x.dtype else y.to(x.dtype), c))
+    (q, c_q), (k, c_k) = made
+    return q, k, c_q, c_k
+
+
+class _NormHeads(torch.autograd.Function):
+    """forward: q [B, S, H, E], k [B, S, K, E], gamma_q, gamma_k [E] -> both normed over E (`boost.models.kernels.RMSNorm`).
+    dgrad: dq, dk. wgrad: dgamma_q, dgamma_k, sums over tokens and heads. No collective.
+
+    Saves q, k and 1 / RMS of both.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, gamma_q_E: Tensor, gamma_k_E: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, c_q, c_k = normed_heads(q_BSHE, k_BSKE, gamma_q_E, gamma_k_E, eps)
+        ctx.save_for_backward(q_BSHE, k_BSKE, gamma_q_E, gamma_k_E, c_q, c_k)
+        return q, k
+
+    @staticmethod
+    def backward(ctx: Any, dq_BSHE: Tensor, dk_BSKE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        q_BSHE, k_BSKE, gamma_q_E, gamma_k_E, c_q, c_k = ctx.saved_tensors
+        dq, dgamma_q = normed_backward(dq_BSHE, q_BSHE, gamma_q_E, c_q)
+        dk, dgamma_k = normed_backward(dk_BSKE, k_BSKE, gamma_k_E, c_k)
+        return dq, dk, dgamma_q, dgamma_k, None
+
+
+def norm_heads(
+    q_BSHE: Tensor, k_BSKE: Tensor, gamma_q_E: Tensor, gamma_k_E: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Differentiable RMSNorm of every head of q and k."""
+    if not torch.is_grad_enabled():
+        q, k, *_ = normed_heads(q_BSHE, k_BSKE, gamma_q_E, gamma_k_E, eps)
+        return q, k
+    made: tuple[Tensor, Tensor] = _NormHeads.apply(q_BSHE, k_BSKE, gamma_q_E, gamma_k_E, eps)
+    return made
 
 
 def split_heads(qkv_TO: Sequence[Tensor], head_dim: int, batch: int) -> list[Tensor]:

@@ -24,11 +24,11 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
-from boost.models.attention import Context, KeysValues, KVCache, attend, split_heads
+from boost.models.attention import Context, FusedHeads, KeysValues, KVCache, attend, split_heads
 from boost.models.fused import FusedModule
 from boost.models.group import Flow, FusedLinearGroup, Latents, LinearGroup, RecomputePolicy, Stream, call
 from boost.models.interface import Layout
-from boost.models.kernels import gated_product, rotary
+from boost.models.kernels import gated_product
 
 
 def attention(
@@ -59,6 +59,8 @@ def attention(
         partial = layout.project_out(flow.arrived[0], o)
     flow.latents += latents
     yield from layout.leave(flow, partial, o)  # delivers the sum of A a; then B and the residual update
+    if o.adds_bias:
+        flow.x = flow.x + o.bias.to(flow.x.dtype)
 
 
 def _attend(
@@ -83,8 +85,7 @@ def _project_qkv(
 ) -> tuple[Tensor, Tensor, Tensor, Latents]:
     """Segment: latents of q, k, v -> rotated q and k, v, as heads [B, S, H, E]; latents for the next block."""
     projected, latents = layout.project_in(arrived, prev, qkv)
-    q, k, v = split_heads(projected, qkv.head_dim, context.batch)
-    return *rotary(q, k, context.cos, context.sin), v, latents
+    return *qkv.heads.split(projected, context), latents
 
 
 def mlp(
@@ -123,6 +124,9 @@ class TransformerBlock(FusedModule):
             self.add_fused_param(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
         shapes = architecture.groups(model, layer)
         self.qkv, self.o, self.gate_up, self.down = (FusedLinearGroup(model, shape, layer, layout) for shape in shapes)
+        self.qkv.heads = FusedHeads(model, layer, layout)
+        for bias in architecture.attention_parameters(model, self.o.shape, prefix):
+            self.o.add_fused_param("bias", (bias,), layout)
         self.recompute(policy)
 
     def recompute(self, policy: RecomputePolicy) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
+from boost.models.attention import Heads, own_head
 from boost.models.fused import FusedModule, Sharding
 from boost.models.kernels import StartCollective, UpProject, linear, scale
 from boost.models.latent_gate import LatentGate
@@ -107,6 +108,10 @@ class LinearGroup:
 
     A: Tensor
     """Factors A of all slots, [R, I]."""
+    heads: Heads
+    """For q, k, v: what turns their products into heads."""
+    bias: Tensor
+    """For o, if it `adds_bias`."""
     latent_gate: LatentGate | None
     """Combines this group's latents with those of the previous block."""
 
@@ -121,8 +126,11 @@ class LinearGroup:
         """For each slot, whether this process computes all heads of its tokens, which are then exchanged."""
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
         """Whether the next block uses these latents."""
-        weights = zip(shape.slots, shape.parameters("", "B" if model.low_rank else "W"), strict=True)
-        self.own_heads = [own_head(model, layout, slot, layout.placement(w.role).dim is None) for slot, w in weights]
+        self.adds_bias = shape.side == "leave" and shape.slots[0].bias
+        roles = [weight.role for weight in shape.parameters("", "B" if model.low_rank else "W")]
+        each = zip(shape.slots, roles, self.as_heads, strict=True)
+        is_copy = [slot.kv and layout.placement(role).dim is None and not as_heads for slot, role, as_heads in each]
+        self.own_heads = [own_head(model, layout) if copied else None for copied in is_copy]
         """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
 
     def recompute(self, policy: RecomputePolicy) -> None:
@@ -294,13 +302,3 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         name = "_".join((factor, *(parameter.name.split(".")[-2] for parameter in parameters)))
         self.add_fused_param(name, parameters, layout)
         return name
-
-
-def own_head(model: ModelConfig, layout: Sharding, slot: architecture.Slot, replicated: bool) -> tuple[int, int] | None:
-    """(first row, rows) of the one key/value head in a replicated weight that this process uses; None: all rows.
-
-    If there are fewer heads K than processes p, all query heads of process i belong to head i K / p.
-    """
-    if not (slot.kv and replicated) or layout.crosses_as_heads(slot) or model.kv_heads >= layout.num_shards:
-        return None
-    return layout.rank * model.kv_heads // layout.num_shards * model.head_dim, model.head_dim

@@ -40,9 +40,9 @@ def initialize(decoder: Decoder, seed: int, over: Callable[[list[FusedParam]], I
 def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
     """A parameter's whole initial tensor, fp32 on the CPU."""
     kind = parameter.name.rpartition(".")[2]
-    if kind == "norm_bias":
+    if kind in ("norm_bias", "bias"):
         return torch.zeros(parameter.shape)
-    if parameter.role in ("norm", "final_norm") or kind == "norm_weight":
+    if parameter.role in ("norm", "final_norm", "qk_norm") or kind == "norm_weight":
         return torch.ones(parameter.shape)
     if kind.startswith("gate_"):  # kaiming-uniform by fan-in, as in torch.nn.Linear
         bound = parameter.shape[-1] ** -0.5

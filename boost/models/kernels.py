@@ -229,10 +229,10 @@ normed.traced = _normed_traced
 
 @functools.partial(Kernel, reads=2)
 def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) -> tuple[Tensor, Tensor]:
-    """dy -> (dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy; dgamma = sum over T of dy x c)."""
+    """dy -> (dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy; dgamma = sum over rows of dy x c). Also for more dims of rows."""
     dy_TD = dy_TD.to(c_T1.dtype)
     normed_TD = x_TD * c_T1
-    dgamma_D = (dy_TD * normed_TD).sum(0).to(gamma_D.dtype)
+    dgamma_D = (dy_TD * normed_TD).sum(tuple(range(dy_TD.dim() - 1))).to(gamma_D.dtype)
     g_TD = dy_TD * gamma_D.to(dy_TD.dtype)  # gamma may be stored in a wider dtype
     mean_T1 = torch.linalg.vecdot(g_TD, normed_TD).unsqueeze(-1) / x_TD.shape[-1]
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D

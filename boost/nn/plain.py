@@ -28,9 +28,11 @@ EMBEDDING: dict[str, Any] = {"padding_idx": None, "max_norm": None, "scale_grad_
 """Options of a plain `nn.Embedding`."""
 
 
-def difference(module: nn.Module, kind: type[nn.Module], hooks: bool = True, **options: Any) -> str | None:
+def difference(
+    module: nn.Module, kind: type[nn.Module], hooks: bool = True, biased: bool = False, **options: Any
+) -> str | None:
     """What makes `module` other than a plain `kind` with these attributes; None if it is plain. This is the whole list. `hooks`
-    includes what leaves the function of weights as it is, and is not saved."""
+    includes what leaves the function of weights as it is, and is not saved. `biased`: whether a plain one has a bias."""
     own = type(module)
     if not hooks and issubclass(own, FSDPModule):
         own = own.__bases__[-1]
@@ -46,8 +48,8 @@ def difference(module: nn.Module, kind: type[nn.Module], hooks: bool = True, **o
             return f"has {name} = {getattr(module, name)}"
     if kind in WITH_WEIGHT:
         weights = module._parameters
-        if weights.get("bias") is not None:
-            return "has a bias"
+        if (weights.get("bias") is not None) != biased:
+            return "has no bias" if biased else "has a bias"
         if type(weights.get("weight")) not in WEIGHTS:
             return f"has a weight of type {type(getattr(module, 'weight', None)).__name__}"
     return None
@@ -115,8 +117,9 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
     for path, own in module.named_modules(remove_duplicate=False):
         if own._modules.keys().isdisjoint(same):
             like: Any = theirs.get(clean(path))
+            biased = isinstance(like, nn.Linear) and like.bias is not None
             options = {name: getattr(like, name) for name in ("eps", "activation", *EMBEDDING) if hasattr(like, name)}
-            check(path, difference(own, type(like), hooks=is_copy, **options))
+            check(path, difference(own, type(like), hooks=is_copy, biased=biased, **options))
     weights = {clean(path): weight for path, weight in module.named_parameters(remove_duplicate=False)}
     dtype, expected = next(iter(weights.values())).dtype, dict(twin.named_parameters(remove_duplicate=False))
     paths = {parameter: path for path, parameter in expected.items()}

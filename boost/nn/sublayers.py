@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.errors import ConfigError
-from boost.models.attention import Context, attend, make_context, split_heads
+from boost.models.attention import Context, Heads, attend, make_context, split_heads
 from boost.models.block import TransformerBlock, attention, interleave, mlp
 from boost.models.fused import FusedModule, Sharding
 from boost.models.group import NO_RECOMPUTE, Flow, Latents, LinearGroup, Stream
@@ -56,6 +56,23 @@ class Gate(LatentGate):
         return tuple(super().forward(tensors[:count], tensors[count:]))
 
 
+class SeparateHeads(Heads):
+    """`Heads` that looks up its parameters at each use: q_bias in the linear q_proj, q_norm in a module of this name, ..."""
+
+    def __init__(self, owner: nn.Module, spec: Spec, layer: int) -> None:
+        self._owner = owner
+        self.describe(spec.model, layer, spec.layout)
+
+    def __getattr__(self, name: str) -> Tensor:
+        slot, _, kind = name.partition("_")
+        if kind == "norm":
+            return local_weight(self._owner.get_submodule(name))
+        if kind == "bias":
+            linear = self._owner.get_submodule(f"{slot}_proj")
+            return local_weight(getattr(linear, "B", linear), "bias")
+        raise AttributeError(name)
+
+
 class SeparateLinears(LinearGroup):
     """A `LinearGroup` that looks up its weights in separate modules at each use, because users may replace them.
 
@@ -67,6 +84,11 @@ class SeparateLinears(LinearGroup):
         self._owner, self._names = owner, [child_name(slot) for slot in shape.slots]
         self._gate = f"{shape.name}_gate"
         self.describe(spec.model, shape, layer, spec.layout)
+        self.heads = SeparateHeads(owner, spec, layer)
+
+    @property
+    def bias(self) -> Tensor:  # type: ignore[override]
+        return local_weight(self.outer_modules[0], "bias")
 
     @property
     def latent_gate(self) -> LatentGate | None:  # type: ignore[override]
@@ -109,18 +131,22 @@ class SeparateLinears(LinearGroup):
 
     def changed(self) -> str | None:
         """The first module that is not plain, with the difference; None: all are plain."""
-        for name, linear in zip(self._names, self.linears, strict=True):
-            if what := self._linear_changed(linear):
+        for slot, name, linear in zip(self.shape.slots, self._names, self.linears, strict=True):
+            if what := self._linear_changed(linear, slot):
                 return f"{name} {what}"
             for factor in "AB" if self.low_rank else "":
-                if what := difference(cast(nn.Module, linear._modules[factor]), nn.Linear):
+                biased = factor == "B" and slot.bias
+                if what := difference(cast(nn.Module, linear._modules[factor]), nn.Linear, biased=biased):
                     return f"{name}.{factor} {what}"
+        for name in ("q_norm", "k_norm") if self.shape.name == "qkv" and self.heads.has_norms else ():
+            if what := difference(cast(nn.Module, self._owner._modules[name]), nn.RMSNorm, eps=self.heads.eps):
+                return f"{name} {what}"
         what = None if self.latent_gate is None else difference(self.latent_gate, Gate)
         return what and f"{self._gate} {what}"
 
-    def _linear_changed(self, linear: nn.Module) -> str | None:
+    def _linear_changed(self, linear: nn.Module, slot: architecture.Slot) -> str | None:
         if not self.low_rank:
-            return difference(linear, nn.Linear)
+            return difference(linear, nn.Linear, biased=slot.bias)
         return difference(linear, LowRankLinear, activation="silu" if self.silu else "none")
 
     def call(self, x_BSI: Tensor, prev: Latents) -> tuple[list[Tensor], Latents]:
@@ -128,8 +154,8 @@ class SeparateLinears(LinearGroup):
         as a whole knows, calls A, the latent gate and B."""
         if not self.feeds_next and self.latent_gate is None:
             return [call(linear, x_BSI) for linear in self.linears], ()
-        for name, linear in zip(self._names, self.linears, strict=True):
-            if what := self._linear_changed(linear):
+        for slot, name, linear in zip(self.shape.slots, self._names, self.linears, strict=True):
+            if what := self._linear_changed(linear, slot):
                 raise ConfigError(f"{name} {what}, but other blocks use its latents; change its factors A or B instead")
         latents = [call(module, x_BSI).flatten(0, 1) for module in self.inner_modules]
         widths = [u.shape[-1] for u in latents]
@@ -189,6 +215,14 @@ class Sublayer(FusedModule):
             for factor, parameter in zip(factors, stored, strict=True):
                 path = f"{name}.weight" if factor == "W" else f"{name}.{factor}.weight"
                 self.describe_child(path, parameter, self.layout)
+        for parameter in architecture.attention_parameters(self.model, shape, prefix):
+            slot_name, kind = parameter.name.split(".")[-2:]
+            if kind == "norm":
+                add_norm(self, self.spec, parameter, f"{slot_name}_norm")
+                continue
+            path = f"{slot_name}_proj.B" if self.model.low_rank else f"{slot_name}_proj"
+            self.get_submodule(path).bias = nn.Parameter(torch.empty(self.spec.local_shape(parameter)))
+            self.describe_child(f"{path}.bias", parameter, self.layout)
         if architecture.has_latent_gate(self.model, self.layer):
             self.add_module(f"{shape.name}_gate", Gate(self.model, shape, prefix, self.layout))
         group = SeparateLinears(self, self.spec, self.layer, shape)
@@ -257,10 +291,10 @@ def uninitialized_linear(spec: Spec, parameter: Parameter) -> nn.Linear:
     return linear
 
 
-def add_norm(module: FusedModule, spec: Spec, parameter: Parameter) -> None:
-    """Adds an RMSNorm, which layouts apply together with the projection that follows it."""
-    module.add_module("norm", nn.RMSNorm(spec.local_shape(parameter), eps=spec.model.norm_eps))
-    module.describe_child("norm.weight", parameter, spec.layout)
+def add_norm(module: FusedModule, spec: Spec, parameter: Parameter, name: str = "norm") -> None:
+    """Adds an RMSNorm, which layouts apply together with the projection next to it."""
+    module.add_module(name, nn.RMSNorm(spec.local_shape(parameter), eps=spec.model.norm_eps))
+    module.describe_child(f"{name}.weight", parameter, spec.layout)
 
 
 def run_alone(module: "Sublayer | Block", forward: Callable[..., Any], x: Tensor, batch: int | None) -> Tensor:
@@ -291,13 +325,16 @@ def finish(module: "Sublayer | Block", alone: bool) -> None:
 
 
 class LowRankAttention(Sublayer):
-    """x + o(attention(q, k, v)), where q, k, v are projections of RMSNorm(x): grouped-query attention with rotary embeddings.
+    """x + o(attention(q, k, v)), where q, k, v are projections of RMSNorm(x): grouped-query attention, with rotary embeddings
+    except in the blocks of nope_layers.
 
     `q_proj`, `k_proj`, `v_proj` and `o_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense"). The norm
     and the residual update belong to the sublayer, because layouts merge them with the projections' collectives.
     """
 
     name, index = "attn", 0
+    q_norm: nn.RMSNorm
+    k_norm: nn.RMSNorm
 
     def run_fused(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
         cache = context.caches[self.layer] if context.caches else None
@@ -307,7 +344,10 @@ class LowRankAttention(Sublayer):
         qkv, o = self.groups
         projected, latents = qkv.call(call(self.norm, x_BSD), prev[: qkv.taken])
         q, k, v = split_heads(projected, self.model.head_dim, context.batch)
-        q, k = rotary(q, k, context.cos, context.sin)
+        if qkv.heads.has_norms:
+            q, k = call(self.q_norm, q), call(self.k_norm, k)
+        if qkv.heads.has_rope:
+            q, k = rotary(q, k, context.cos, context.sin)
         attended, _ = attend(q, k, v, context, context.caches[self.layer] if context.caches else None)
         (update,), more = o.call(attended.view(*x_BSD.shape[:2], -1), prev[qkv.taken :])
         return x_BSD + update, latents + more

@@ -96,7 +96,7 @@ class Inspection:
     @property
     def heads(self) -> tuple[int, int]:
         """Local shape of the queries and of the attention output."""
-        return self.tokens, self.config.model.dim // num_shards(self.config.parallel)
+        return self.tokens, self.config.model.heads_dim // num_shards(self.config.parallel)
 
     @property
     def channels(self) -> tuple[int, int]:

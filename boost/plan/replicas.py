@@ -113,6 +113,7 @@ def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> 
             weights = group.parameters(prefix, "W")
             for _, alike in itertools.groupby(weights, lambda weight: placement_of(weight.role, model, parallel)):
                 yield stored(layer, *alike)
+        yield from (stored(layer, each) for each in architecture.attention_parameters(model, group, prefix))
 
 
 def with_whole_weights(config: Config) -> Config:

@@ -201,13 +201,14 @@ def addcmul(bias: ShapeTensor, x: ShapeTensor, weight: ShapeTensor) -> ShapeTens
 
 @rule("sum")
 def reduce(
-    x: ShapeTensor, dim: int | None = None, kernel: str = work.REDUCE, dtype: torch.dtype | None = None
+    x: ShapeTensor, dim: int | Sequence[int] | None = None, kernel: str = work.REDUCE, dtype: torch.dtype | None = None
 ) -> ShapeTensor:
-    """Sum over one dimension, or over all."""
+    """Sum over one or several dimensions, or over all."""
     _require_no_graph("sum", (x,))
     if not x.is_small:
         x.tape.record_op(kernel, (x.numel_,), x.dtype, 1)
-    shape = () if dim is None else (*x.shape[: dim % x.ndim], *x.shape[dim % x.ndim + 1 :])
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    shape = tuple(size for n, size in enumerate(x.shape) if n not in [d % x.ndim for d in dims])
     return make(x, shape, "sum", dtype=dtype)
 
 

@@ -189,7 +189,7 @@ class Predictor:
             flops=float(tokens * _flops_per_token(config.model, train.seq_len)),
             peak_flops=hardware.peak_flops(train.compute_dtype),
             hidden=hidden + count * sum(worst.hidden),
-            masked_flops=float(tokens * 6 * config.model.dim * train.seq_len * config.model.layers),
+            masked_flops=float(tokens * 6 * config.model.heads_dim * train.seq_len * config.model.layers),
         )
 
     def _straggling(self, parallel: ParallelConfig) -> float:

@@ -57,7 +57,7 @@ class Tracer:
         self.tokens = train.micro_batch * train.seq_len // self.parallel.cp // self.parts
         """Tokens in one part."""
         model = config.model
-        self.tape = Tape(self.tokens, max(model.dim, model.ffn_dim, model.vocab_size // p), p)
+        self.tape = Tape(self.tokens, max(model.dim, model.heads_dim, model.ffn_dim, model.vocab_size // p), p)
         axes = {"cp": _axis("cp", self.parallel.cp), "tp": _axis("tp", p)}
         self.layout = layout_for(model, config.parallel, Mesh(self.device, axes))
 

@@ -37,6 +37,8 @@ BAD = [
     (["--optim.lr", "nan"], ["optim.lr"]),
     (["--model.family", "colla"], ["model.family = 'colla'", "did you mean 'cola'"]),
     (["--model.heads", "7"], ["model.heads = 7", "model.dim = 512", "nearest valid value: 8"]),
+    (["--model.head_dim", "31"], ["head_dim = 31 must be even", "nearest valid value: 32"]),
+    (["--model.nope_layers", "[1, 99]"], ["nope_layers = [1, 99] names block 99", "largest valid value: "]),
     (["--model.heads", "512"], ["model.heads = 512", "odd head_dim of 1", "nearest valid value: 256"]),
     (["--model.kv_heads", "3"], ["model.kv_heads = 3", "model.heads = 8", "nearest valid value: 4"]),
     (["--model.rank", "9000"], ["model.rank = 9000", "largest valid value: 512"]),

@@ -35,6 +35,20 @@ def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: in
     return found
 
 
+HEADS = [
+    {"attn_bias": "qkvo", "head_dim": 20},
+    {"attn_bias": "qkv", "qk_norm": True, "nope_layers": [0], "head_dim": 8},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", HEADS, ids=str)
+def test_biases_norms_and_widths_of_heads_keep_what_is_predicted(model: dict[str, Any]) -> None:
+    for family, parallel, policy in CELLS[::9]:
+        config = config_of(family, parallel, policy, "bfloat16", kv_heads=2, **model)
+        assert measure(config).activations == kept(config), config
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_cell_keeps_what_is_predicted(every: int) -> None:

@@ -34,6 +34,7 @@ def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "gated": (u, u + 1),
         "gated_backward": (u + 2, u, u + 1),
         "rotated": (numbers(*x, dtype=dtype), cos, sin, -1),
+        "normed_heads": (numbers(*x, dtype=dtype), numbers(2, 37, 1, 16, dtype=dtype), gamma[:16], gamma[8:], 1e-6),
         "scaled_backward": (u + 1, u, c),
         "row_product": (u, u + 1, c.dtype),
         "normed": (u, gamma, 1e-6),

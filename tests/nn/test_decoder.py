@@ -32,6 +32,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cola": {"rank": 8},
     "lax": {"rank": 8, "gate": "dense"},
     "lax-tensor": {"rank": 8, "gate": "tensor", "over": "svd"},
+    "cola-heads": {"rank": 8, "qk_norm": True, "attn_bias": "qkvo", "nope_layers": [1], "head_dim": 6},
+    "dense-heads": {"attn_bias": "qkv", "head_dim": 6},
 }
 
 
@@ -132,6 +134,31 @@ def test_a_module_in_place_of_a_factor_is_called(name: str, grouping: bool) -> N
         with torch.no_grad():
             expected.get_parameter(f"{path}.weight").mul_(2)
     assert model(tokens, targets).item() == pytest.approx(expected(tokens, targets).item(), rel=1e-13)
+
+
+@pytest.mark.parametrize("name", ["cola-heads", "dense-heads"])
+def test_biases_and_norms_of_heads_are_modules(name: str) -> None:
+    """Called, because of their hooks, or read, they compute the same."""
+    model = Decoder(**sizes(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.linspace(-1, 1, len(parameter), dtype=torch.float64))
+    tokens, targets = data()
+    called = copy.deepcopy(model)
+    read = model(tokens, targets)
+    read.backward()
+    attn = called.layers[0].attn
+    for module in (attn.q_norm, called.layers[1].attn.o_proj.B) if name == "cola-heads" else (attn.k_proj,):
+        module.register_forward_hook(lambda *_: None)
+    loss = called(tokens, targets)
+    loss.backward()
+    assert loss.item() == pytest.approx(read.item(), rel=1e-13)
+    assert worst(gradients(called), gradients(model)) <= 1e-11
+    kind = ".B" if name == "cola-heads" else ""
+    called.get_submodule(f"layers.0.attn.v_proj{kind}").bias = None
+    with pytest.raises(ConfigError, match=rf"attn\.v_proj{kind} has no bias"):
+        called.stored_parameters()
 
 
 @pytest.mark.parametrize("recompute", ["low-rank", "full-block"])

@@ -142,7 +142,7 @@ class BTPCPSpec(CrossingSpec):
 
 def heads_width(slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int:
     """Elements per token in one rank's heads of q, k, v or o. With fewer key/value heads than ranks, a rank has one head."""
-    width = model.kv_heads * model.head_dim if slot.kv else model.dim
+    width = model.kv_heads * model.head_dim if slot.kv else model.heads_dim
     return max(width // parallel.tp, model.head_dim)
 
 
