@@ -18,6 +18,7 @@ from torch import nn
 from boost.errors import ConfigError
 from boost.format import format_count
 from boost.nn.linear import LowRankLinear
+from boost.nn.plain import attached
 from boost.train.progress import progress
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ def lowrank(
     head, and linears whose factors would not have fewer parameters are also left unchanged. Fused experts are not linears, but
     one 3-D weight: they stay dense, and a warning counts them. Factors require gradients if their linear does.
 
-    Factorize before you add adapters with peft: an adapted linear is refused.
+    Factorize before you add adapters with peft, hooks, or another forward: such linears are refused. Linears with other parameters,
+    buffers or submodules of their own, such as parametrizations, are left unchanged.
 
     Args:
         module: any model. Linears include transformers' `Conv1D` (GPT-2) and subclasses of `nn.Linear` with the same function.
@@ -58,8 +60,8 @@ def lowrank(
         activation: activation between the factors, "none" or "silu".
         include, exclude: patterns of module names, such as "*.mlp.*" (fnmatch).
 
-    Raises ConfigError if no linear matches, a pattern matches nothing, an argument is invalid, a matching linear has an adapter, or
-    `include` names a linear with a shared weight.
+    Raises ConfigError if no linear matches, a pattern matches nothing, an argument is invalid, a matching linear has an adapter or
+    hooks, or `include` names a linear with a shared weight. An error leaves the module as it was.
     """
     by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
     for of_pattern in by_pattern.values():
@@ -81,6 +83,10 @@ def lowrank(
         rows, columns = linear.weight.shape
         r = value if isinstance(value, int) else max(int(value * min(rows, columns)), 1)
         if r * (rows + columns) < rows * columns:
+            if what := attached(linear):
+                raise ConfigError(
+                    f"'{name}' {what}, which its factors would not have; attach it after boost.lowrank, or exclude the linear"
+                )
             chosen.append((name, linear, r))
     if not chosen:
         why = "no replaceable linear matches these patterns"
@@ -126,16 +132,12 @@ def ranks_of(module: nn.Module) -> dict[str, int]:
 def merge_lowrank(module: nn.Module) -> nn.Module:
     """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError if
     there is an activation, because no dense linear is equivalent."""
-    found: dict[str, Any] = {name: module.get_submodule(name) for name in ranks_of(module)}
+    parts = module.named_modules(remove_duplicate=False)
+    found = {name: part for name, part in parts if isinstance(part, LowRankLinear)}
     # All before the first replacement: an error leaves the module as it was.
-    for name, merged in {name: factors.merged() for name, factors in found.items()}.items():
-        factors = found[name]
-        if (conv1d := getattr(factors, "conv1d", None)) is not None:
-            linear, merged = merged, conv1d(merged.out_features, merged.in_features).to(merged.weight)
-            merged.weight.data.copy_(linear.weight.T)
-            merged.bias.data.copy_(linear.bias)
-            _follow(merged, linear)
-        _set(module, name, merged)
+    merged = {part: _of_class(part.merged(), getattr(part, "conv1d", nn.Linear)) for part in found.values()}
+    for name, part in found.items():
+        module.set_submodule(name, merged[part])
     _record(module, "none")
     return module
 
@@ -208,26 +210,26 @@ def _record(module: nn.Module, activation: str) -> None:
 
 def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yields (name, module) for each linear that may be replaced, heads included."""
-    owners = Counter(id(parameter) for owner in module.modules() for parameter in owner.parameters(recurse=False))
+    modules = dict(module.named_modules())
+    places = [module, *(part for owner in modules.values() for part in owner._modules.values() if part is not None)]
+    owners = Counter(id(parameter) for place in places for parameter in place.parameters(recurse=False))
+    adapted = [name for name, part in modules.items() if _PEFT & {base.__name__ for base in type(part).__mro__}]
     # Factors are not factored again, and torch's attention reads the weight of its linear directly.
     kept = (LowRankLinear, nn.MultiheadAttention)
-    inside = [name for name, part in module.named_modules() if isinstance(part, kept)]
-    adapted = [name for name, part in module.named_modules() if _PEFT & {base.__name__ for base in type(part).__mro__}]
+    inside = tuple(f"{name}." for name, part in modules.items() if isinstance(part, kept))
     linears = [
-        name for name, part in module.named_modules() if isinstance(part, nn.Linear | LowRankLinear) or _is_linear(part)
+        name for name, part in modules.items() if isinstance(part, nn.Linear | LowRankLinear) or _is_linear(part)
     ]
-    for what, patterns, names in (
-        ("include", include, linears), ("exclude", exclude, [name for name, _ in module.named_modules()]),
-    ):  # fmt: skip
-        for pattern in patterns:
-            # If no pattern of include matches, the caller says more.
-            some = what == "exclude" or any(_matches(name, patterns) for name in names)
-            if some and not any(_matches(name, (pattern,)) for name in names):
-                raise ConfigError(f"{what}: pattern {pattern!r} matches no linear; fix or remove it")
-    for name, linear in module.named_modules():
-        if not _matches(name, include) or _matches(name, exclude):
+    for what, patterns, names in (("include", include, linears), ("exclude", exclude, list(modules))):
+        unused = [pattern for pattern in patterns if not any(_matches(name, (pattern,)) for name in names)]
+        # If no pattern of include matches, the caller says more.
+        if unused and (what == "exclude" or len(unused) < len(patterns)):
+            raise ConfigError(f"{what}: pattern {unused[0]!r} matches no linear; fix or remove it")
+    for name in linears:
+        linear = modules[name]
+        if not name or name.startswith(inside) or not _matches(name, include) or _matches(name, exclude):
             continue
-        if not name or any(name.startswith(f"{outer}.") for outer in inside) or not _is_linear(linear):
+        if not _is_linear(linear):
             continue
         if outer := next((outer for outer in adapted if name.startswith(f"{outer}.")), ""):
             raise ConfigError(
@@ -256,10 +258,11 @@ def _heads(module: nn.Module) -> set[Any]:
 
 
 @torch.no_grad()
-def _is_linear(module: nn.Module | None) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     """Whether a module computes x W^T + b from its own weight and bias. Recognizes transformers' Conv1D (transposed weight) without
     importing it."""
-    if module is None or not {"weight"} <= {name for name, _ in module.named_parameters()} <= {"weight", "bias"}:
+    own = {name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())}
+    if not {"weight"} <= own <= {"weight", "bias"}:
         return False  # such as LoRA in a subclass of nn.Linear, or a weight that is computed from others
     if type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
         return True
@@ -286,26 +289,19 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _replace(module: nn.Module, name: str, linear: Any, rank: int, init: str, activation: str) -> None:
-    plain = linear
-    if not isinstance(linear, nn.Linear):  # transformers' Conv1D, with a transposed weight
-        weight = linear.weight.detach()
-        rows, columns = weight.shape
-        plain = nn.Linear(rows, columns, device=weight.device, dtype=weight.dtype).train(linear.training)
-        with torch.no_grad():
-            plain.weight.copy_(weight.T)
-            plain.bias.copy_(linear.bias)
-        _follow(plain, linear)
+    plain = _of_class(linear, nn.Linear)
     factors = LowRankLinear.from_linear(plain, rank, init=init, activation=activation)
     if plain is not linear:
         factors.conv1d = type(linear)  # type: ignore[assignment]  # the class that a merge restores
-    _set(module, name, factors)
+    module.set_submodule(name, factors)
 
 
-def _follow(made: Any, linear: Any) -> None:
-    made.weight.requires_grad_(linear.weight.requires_grad)
-    made.bias.requires_grad_(linear.bias.requires_grad)
-
-
-def _set(module: nn.Module, name: str, replacement: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(module.get_submodule(parent), child, replacement)
+def _of_class(linear: Any, kind: Any) -> Any:
+    """A linear as `nn.Linear` or as transformers' Conv1D, whose weight is transposed."""
+    if isinstance(linear, kind):
+        return linear
+    weight = linear.weight
+    with torch.device("meta"):
+        made = kind(*weight.shape)
+    made.weight, made.bias = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad), linear.bias
+    return made.train(linear.training)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from boost.errors import ConfigError
 from boost.models.init import factorize
-from boost.nn.plain import difference
+from boost.nn.plain import attached, difference
 
 ACTIVATIONS = ("none", "silu")
 
@@ -122,15 +122,19 @@ class LowRankLinear(nn.Module):
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         """The dense linear W = B A, computed in fp64. It requires gradients if a factor does. Raises ConfigError if there is an
-        activation, or a factor has more than a weight, such as an adapter or hooks, or is quantized."""
+        activation, or if this module or a factor has more than weights, such as an adapter or hooks, or is quantized."""
         if self.activation != "none":
             raise ConfigError(
                 f"activation = '{self.activation}': factors with an activation cannot be merged into one linear"
             )
-        for name, factor in (("A", self.A), ("B", self.B)):  # tools may have changed them
-            what = difference(factor, nn.Linear) or ("" if factor.weight.is_floating_point() else "is quantized")
-            if what and (name, what) != ("B", "has a bias"):
-                raise ConfigError(f"factor {name} {what}; merge the adapter first (merge_and_unload), or remove it")
+        parts = ("linear", self, LowRankLinear), ("factor A", self.A, nn.Linear), ("factor B", self.B, nn.Linear)
+        for name, part, kind in parts:  # tools may have changed them
+            what = difference(part, kind)
+            if what is None or (name, what) == ("factor B", "has a bias"):
+                floating = all(weight.is_floating_point() for weight in part.parameters(recurse=False))
+                what = attached(part) or (None if floating else "is quantized")
+            if what:
+                raise ConfigError(f"{name} {what}; merge the adapter first (merge_and_unload), or remove it")
         weight = self.A.weight
         bias = self.B.bias
         made = nn.Linear(

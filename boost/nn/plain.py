@@ -55,6 +55,19 @@ def difference(
     return None
 
 
+def attached(module: nn.Module) -> str | None:
+    """What a new module with the same weights would lack, of this module and its own parameters; None: nothing. Submodules and
+    buffers are not included."""
+    if any(value for name, value in vars(module).items() if name.endswith("_hooks")) or module._compiled_call_impl:
+        return "has hooks or is compiled"
+    if "forward" in module.__dict__:
+        return "has another forward"
+    for weight in module._parameters.values():
+        if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+            return "has gradient hooks"
+    return None
+
+
 def is_read(what: str | None, tp: int) -> bool:
     """Whether the fused kernels read weights, given a difference of the modules that hold them. False: the modules are called.
     Raises ConfigError over several TP ranks."""

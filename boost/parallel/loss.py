@@ -73,7 +73,8 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=acc_dtype, device=x_TD.device)
         for rows in chunks(x_TD.shape[0], w_VD.shape[0]):
             x_ND, targets_N = x_TD[rows], targets_T[rows]
-            logits_NV = gemm(x_ND, w_VD.t())
+            # With `out`, selective checkpointing that saves products saves no logits, which `logit_gradient` may overwrite.
+            logits_NV = gemm(x_ND, w_VD.t(), out=x_ND.new_empty(x_ND.shape[0], w_VD.shape[0]))
             local_N = (targets_N - first).clamp(0, w_VD.shape[0] - 1)
             mine_N = (targets_N >= first) & (targets_N < first + w_VD.shape[0])
             counted_N = targets_N != IGNORED

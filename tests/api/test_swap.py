@@ -191,6 +191,56 @@ def test_a_linear_with_parameters_of_its_own_is_left() -> None:
     assert ranks_of(model) == {"0": 4}
 
 
+ATTACHED: dict[str, Any] = {
+    "has hooks": lambda linear: linear.register_full_backward_hook(lambda *_: None),
+    "has hooks or": lambda linear: linear.register_state_dict_post_hook(lambda *_: None),
+    "has hooks or is compiled": lambda linear: linear.compile(backend="eager"),
+    "has another forward": lambda linear: setattr(linear, "forward", lambda x: 2 * x),
+    "has gradient hooks": lambda linear: linear.bias.register_post_accumulate_grad_hook(lambda _: None),
+}
+
+
+@pytest.mark.parametrize("said", ATTACHED)
+def test_what_factors_would_drop_is_refused(said: str) -> None:
+    model = mlp()
+    ATTACHED[said](model[0])
+    with pytest.raises(ConfigError, match=f"^'0' {said}[^\n]*; attach it after boost.lowrank, or exclude the linear$"):
+        boost.lowrank(model, 2)
+    assert not ranks_of(model), "none is factorized"
+    boost.lowrank(model, 2, exclude="0")
+    ATTACHED[said](model[3] if "gradient" not in said else model[3].B)
+    with pytest.raises(ConfigError, match=f"(linear|factor B) {said}.*, or remove it"):
+        boost.merge_lowrank(model)
+
+
+def test_buffers_and_submodules_are_not_dropped() -> None:
+    class Dropped(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(32, 32)
+            self.dropout = nn.Dropout()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.dropout(super().forward(x))
+            return y
+
+    model = nn.Sequential(nn.Linear(32, 32), Dropped().eval(), nn.Linear(32, 32))
+    model[2].register_buffer("mean", torch.zeros(32))
+    assert ranks_of(boost.lowrank(model, 4)) == {"0": 4}
+
+
+def test_a_shared_linear_stays_shared() -> None:
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(nn.Linear(32, 32), shared, nn.GELU(), nn.Sequential(shared))
+    assert ranks_of(boost.lowrank(model, 4)) == {"0": 4} and model[1] is model[3][0]
+    with pytest.raises(ConfigError, match="include = '1': this linear shares its weight with another module"):
+        boost.lowrank(model, 4, include=["1"])
+    model[1] = model[3][0] = LowRankLinear(32, 32, 4)
+    x = torch.randn(3, 32)
+    before = model(x)
+    torch.testing.assert_close(boost.merge_lowrank(model)(x), before)
+    assert type(model[1]) is nn.Linear and model[1] is model[3][0]
+
+
 def test_factors_train_if_their_linear_did(tmp_path: Path) -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)

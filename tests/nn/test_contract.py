@@ -101,7 +101,7 @@ def over_tp(family: str, layout: str, dp: int, names: list[str]) -> dict[str, fl
 
 
 ALL = [(f, layout) for f in FAMILIES for layout in layouts_of(boost.nn.Spec(**SIZES, **FAMILIES[f]).model)]
-A_FEW = ["freeze", "gradient hooks", "deepcopy", "DCP state", "functional_call", "selective checkpoint", "pickle"]
+A_FEW = ["freeze", "gradient hooks", "deepcopy", "DCP state", "functional_call", "selective checkpoint model", "pickle"]
 A_FEW += [
     "forward layers.1",
     "backward layers.1.attn",

@@ -263,6 +263,7 @@ MODEL: dict[str, Way] = {
     "AveragedModel": averaged,
     "functional_call": Functional,
     "selective checkpoint": partial(put, "layers.1", selective),
+    "selective checkpoint model": selective,
     "pickle": pickled,
     "checkpoint_wrapper model": checkpoint_wrapper,
     "new linear": partial(put, f"{UP}", lambda module: copy.deepcopy(module)),
