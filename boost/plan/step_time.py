@@ -151,7 +151,7 @@ class Spread(NamedTuple):
 
 
 SPREADS = {
-    "replicas": Spread(0.849, 1.108, 250),
+    "replicas": Spread(0.819, 1.108, 250),
     "sharded": Spread(0.861, 1.371, 61),
     # Steps measured on the machine on which a profile was calibrated (benchmarks/results/validation.json).
     "calibrated": Spread(0.982, 1.234, 19),
