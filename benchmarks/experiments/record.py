@@ -10,10 +10,11 @@ they were published. The same rules turn every source's rows into configurations
 - The software stack of the source determines what is compiled, the attention kernel, what overlaps, and how fast GEMMs are
   (`stacks.toml`). The loss is never fused (`separate_loss`).
 
-Some stacks have numbers fitted to a random half of the rows of some sources (`Stack.fitted_to`). The result leaves out whole
-sources in turn: a row is predicted as if its software were new, using nothing fitted to its own source, and its interval comes
-from all other sources. To score another planner, predict each source's seconds per step from the other sources; its error is the
-mean of |predicted / measured - 1|.
+Some stacks have numbers fitted to a random half of the rows of some sources (`Stack.fitted_to`). A row is predicted without those
+fitted to its own source, as if its software were new. Numbers that profiles and attention kernels took from a source
+(`Source.fitted`) stay, so the headline error and all intervals come from the other sources only, each of which weighs the same.
+A source's own rows never count toward its interval. To score another planner, predict each source's seconds per step from the
+other sources.
 
 Exits with code 1 if the error, the bias for a kind of GPU, or the fraction of rows within their intervals misses its limit.
 """
@@ -45,7 +46,7 @@ from boost.errors import ConfigError
 from boost.plan.datasheet import PORT_SHARE
 from boost.plan.hardware import AttentionSpeed, Hardware, Speeds, load_hardware
 from boost.plan.memory import peak
-from boost.plan.step_time import PIPELINE, SHARE, SPREADS, PassTime, Spread, kind_of
+from boost.plan.step_time import PIPELINE, SPREADS, PassTime, kind_of
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
 from boost.train.progress import progress
@@ -127,6 +128,8 @@ class Source(Section):
     """Attention kernel, if it differs from the stack's."""
     fusion: float = 1.0
     """Factor by which its blocks' element-wise work moves fewer bytes than boost's under the same stack."""
+    fitted: str = ""
+    """What profiles and attention kernels took from its rows; '': nothing."""
     note: str = ""
 
 
@@ -363,38 +366,75 @@ def errors(rows: Iterable[Facts]) -> Errors:
     return Errors(len(ratios), statistics.median(ratios), statistics.fmean(map(abs, off)), statistics.fmean(off))
 
 
-def spreads(rows: Iterable[Facts]) -> dict[str, Spread]:
-    """Measured over predicted seconds by kind of mesh: weighted deciles, in which every source counts equally. The package ships
-    the deciles of all rows."""
+TAIL = 0.05
+"""Fraction of rows at each end that intervals leave out. With 0.1, only two thirds of the rows of a source left out would lie
+inside, because few sources do not show how far the next one may be off."""
+
+
+def limits(rows: Iterable[Facts]) -> dict[str, tuple[float, float]]:
+    """(low, high) measured over predicted seconds by kind of mesh: weighted quantiles, in which every source counts equally. The
+    package ships those of all `independent` rows."""
     by_kind: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         of_source = by_kind.setdefault(kind_of(row["tp"], row["pp"]), {}).setdefault(row["source"], [])
         of_source.append(row["measured_s"] / row["predicted_s"])
-    return {kind: _spread_of_sources(list(sources.values())) for kind, sources in by_kind.items()}
+    return {kind: _limits_of_sources(list(sources.values())) for kind, sources in by_kind.items()}
 
 
-def _spread_of_sources(sources: Sequence[Sequence[float]]) -> Spread:
-    tail = (1 - SHARE) / 2
+def _limits_of_sources(sources: Sequence[Sequence[float]]) -> tuple[float, float]:
     weighted = sorted((ratio, 1 / (len(sources) * len(ratios))) for ratios in sources for ratio in ratios)
     summed = list(itertools.accumulate(weight for _, weight in weighted))
     low, high = (
         next(ratio for (ratio, _), total in zip(weighted, summed, strict=True) if total >= share - 1e-12)
-        for share in (tail, 1 - tail)
+        for share in (TAIL, 1 - TAIL)
     )
-    return Spread(round(low, 3), round(high, 3), len(weighted))
+    return round(low, 3), round(high, 3)
 
 
-def intervals_of_others(rows: Sequence[Facts]) -> list[Spread]:
-    """For each row, the interval from all other sources: the one for its kind of mesh, or for an unmeasured GPU if no other source
-    has rows on its kind of GPU."""
-    of_source: dict[str, tuple[dict[str, Spread], set[str]]] = {}
+def independent(facts: Facts) -> list[Facts]:
+    """The rows of sources from which no number was taken."""
+    return [row for row in facts["rows"] if not facts["sources"][row["source"]]["fitted"]]
+
+
+def intervals_of_others(facts: Facts) -> list[tuple[float, float]]:
+    """For each row, the interval from all other independent sources: the one for its kind of mesh, or for an unmeasured GPU if no
+    other source has rows on its kind of GPU."""
+    of_source: dict[str, tuple[dict[str, tuple[float, float]], set[str]]] = {}
+    rows = facts["rows"]
     for source in dict.fromkeys(row["source"] for row in rows):
-        others = [row for row in rows if row["source"] != source]
-        of_source[source] = spreads(others), {gpu_kind(row) for row in others}
+        known = limits(row for row in independent(facts) if row["source"] != source)
+        of_source[source] = known, {gpu_kind(row) for row in rows if row["source"] != source}
     found = []
     for row in rows:
         known, gpus = of_source[row["source"]]
-        found.append(known[kind_of(row["tp"], row["pp"])] if gpu_kind(row) in gpus else SPREADS["unmeasured"])
+        found.append(known[kind_of(row["tp"], row["pp"])] if gpu_kind(row) in gpus else SPREADS["unmeasured"][:2])
+    return found
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Errors for software to which nothing was fitted: means over sources, each of which weighs the same."""
+
+    sources: int
+    rows: int
+    mape: float
+    bias: float
+    inside: float
+    """Fraction of rows whose measured time lies in the interval from the other sources."""
+
+
+def unseen(facts: Facts) -> dict[str, Unseen]:
+    """Errors over the independent sources, by kind of mesh."""
+    found, within = {}, dict(zip(map(id, facts["rows"]), inside(facts), strict=True))
+    for kind in ("replicas", "sharded"):
+        rows = [row for row in independent(facts) if kind_of(row["tp"], row["pp"]) == kind]
+        sources = [
+            [row for row in rows if row["source"] == name] for name in dict.fromkeys(row["source"] for row in rows)
+        ]
+        each = [errors(of_source) for of_source in sources]
+        held = statistics.fmean(statistics.fmean(within[id(row)] for row in of_source) for of_source in sources)
+        mape, bias = (statistics.fmean(getattr(one, name) for one in each) for name in ("mape", "bias"))
+        found[kind] = Unseen(len(each), len(rows), mape, bias, held)
     return found
 
 
@@ -403,11 +443,11 @@ def gpu_kind(row: Facts) -> str:
     return str(row["gpu"]).partition("-")[0]
 
 
-def inside(rows: Sequence[Facts]) -> list[bool]:
-    """For each row, whether its measured time lies in the interval from all other sources."""
+def inside(facts: Facts) -> list[bool]:
+    """For each row, whether its measured time lies in the interval from the other sources."""
     return [
-        spread.low <= row["measured_s"] / row["predicted_s"] <= spread.high
-        for row, spread in zip(rows, intervals_of_others(rows), strict=True)
+        low <= row["measured_s"] / row["predicted_s"] <= high
+        for row, (low, high) in zip(facts["rows"], intervals_of_others(facts), strict=True)
     ]
 
 

@@ -25,7 +25,7 @@ from boost.plan.explain import Alternative, alternatives, choices, mesh, notes, 
 from boost.plan.hardware import Hardware, collective_seconds, link_of
 from boost.plan.inspection import inspect
 from boost.plan.search import TIE, TIE_SECONDS, Plan, Search, max_peak, require_legal
-from boost.plan.step_time import PARTS, fit_probability, interval
+from boost.plan.step_time import PARTS, fit_probability, spread_of, unpublished
 from boost.plan.timing import Predictor, predict
 from boost.plan.ways import fewer_gpus, way_out
 
@@ -232,12 +232,13 @@ SCHEMA = 4
 
 def as_json(plan: Plan, hardware: Hardware) -> dict[str, Any]:
     """Converts a configuration and its prediction to JSON values, in seconds and bytes."""
-    time = plan.time
+    time, spread = plan.time, spread_of(plan.config, hardware)
     return {
         "fits": plan.shortfall <= 0,
         "fits_probability": fit_probability(plan.memory, plan.usable),
         "step_seconds": time.seconds,
-        "step_seconds_interval": list(interval(time.seconds, plan.config.parallel, hardware)),
+        "unpublished": unpublished(plan.config, hardware),
+        "step_seconds_interval": [time.seconds * spread.low, time.seconds * spread.high],
         "step_parts": time.parts,
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
@@ -336,10 +337,11 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         if plan.shortfall <= 0
         else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     )
-    low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
-    likely = f"eight in ten runs take {low} to {high}"
-    if hardware.architecture and not hardware.has_runs:
-        likely = f"no measured run for this GPU; rough guess: {low} to {high}"
+    spread = spread_of(plan.config, hardware)
+    low, high = format_seconds(time.seconds * spread.low), format_seconds(time.seconds * spread.high)
+    likely = f"{10 * spread.inside:.0f} in 10 runs take {low} to {high}"
+    if lacks := unpublished(plan.config, hardware):
+        likely = f"no published run of this kind ({lacks}), so no odds; rough guess: {low} to {high}"
     probability = fit_probability(plan.memory, plan.usable)
     chance = f"{probability:.0%}"
     if not 0.005 < probability < 0.995:

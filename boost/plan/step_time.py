@@ -1,8 +1,7 @@
 """Step time by part, for one micro-batch on one pipeline rank and for a whole step, and the uncertainty of predictions.
 
-The spread of measured over predicted seconds comes from the published speeds that docs/results.md lists, and from steps measured
-on a machine with a calibrated profile. `python -m benchmarks record` recomputes it, and counts how many rows from each
-publication lie inside the spread of all other rows.
+The spread of measured over predicted seconds comes from published speeds to which nothing was fitted (docs/results.md), and from
+steps measured on a machine with a calibrated profile. `python -m benchmarks record` recomputes it.
 """
 
 import math
@@ -10,7 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from boost.config.schema import ParallelConfig
+from boost.config.schema import Config
+from boost.layouts import spec_of
 from boost.plan.hardware import Hardware
 
 GEMMS = "GEMMs"
@@ -131,9 +131,6 @@ class StepTime:
         return self.mfu * (1 + self.masked_flops / self.flops)
 
 
-SHARE = 0.8
-"""Fraction of measured steps that lie inside an interval."""
-
 MEMORY_ERROR = 0.05
 """Estimated standard deviation of log(measured / predicted peak memory). Tensor bytes are nearly exact (`python -m benchmarks
 validation`); allocator fragmentation and NCCL buffers are not modeled."""
@@ -143,37 +140,47 @@ class Spread(NamedTuple):
     """Spread of measured over predicted seconds."""
 
     low: float
-    """10th percentile."""
     high: float
-    """90th percentile."""
     rows: int
     """Number of steps it is based on."""
+    inside: float
+    """Fraction of runs that lie between them, for software to which nothing was fitted and that this spread does not know."""
 
 
 SPREADS = {
-    "replicas": Spread(0.849, 1.108, 250),
-    "sharded": Spread(0.861, 1.371, 61),
+    "replicas": Spread(0.836, 1.119, 34, 0.90),
+    "sharded": Spread(0.86, 1.701, 32, 0.73),
     # Steps measured on the machine on which a profile was calibrated (benchmarks/results/validation.json).
-    "calibrated": Spread(0.982, 1.234, 19),
-    # GPUs without published steps (estimate).
-    "unmeasured": Spread(0.75, 1.5, 0),
+    "calibrated": Spread(0.982, 1.234, 19, 0.8),
+    # Configurations without published runs (estimate).
+    "unmeasured": Spread(0.75, 1.5, 0, 0.0),
 }
 
-
-def kind_of(tp: int, pp: int, cp: int = 1) -> str:
-    """The key in SPREADS for a mesh on a GPU with published steps."""
-    return "replicas" if tp * pp * cp == 1 else "sharded"
+PUBLISHED_LAYOUTS, LONGEST_PUBLISHED = frozenset({"single", "vanilla", "btp", "megatron", "megatron-sp"}), 65_536
+"""Layouts and the longest sequence of published runs."""
 
 
-def interval(seconds: float, parallel: ParallelConfig, hardware: Hardware) -> tuple[float, float]:
-    """(low, high) seconds for a predicted step: a fraction SHARE of measured steps lie between them."""
-    kind = kind_of(parallel.tp, parallel.pp, parallel.cp)
-    if not hardware.architecture:
-        kind = "calibrated"
-    elif not hardware.has_runs:
-        kind = "unmeasured"
-    spread = SPREADS[kind]
-    return seconds * spread.low, seconds * spread.high
+def kind_of(tp: int, pp: int) -> str:
+    """The key in SPREADS for a mesh with published runs."""
+    return "replicas" if tp * pp == 1 else "sharded"
+
+
+def unpublished(config: Config, hardware: Hardware) -> str:
+    """Names what no published run has, such as 'CP'; '' if there are runs of this kind, or the profile is calibrated."""
+    parallel, seq_len = config.parallel, config.train.seq_len
+    lacks = [
+        *(["this GPU"] if not hardware.has_runs else []),
+        *(["CP"] if parallel.cp > 1 else []),
+        *([parallel.layout] if spec_of(parallel).name not in PUBLISHED_LAYOUTS else []),
+        *([f"{seq_len:,} tokens per sequence"] if seq_len > LONGEST_PUBLISHED else []),
+    ]
+    return ", ".join(lacks) if hardware.architecture else ""
+
+
+def spread_of(config: Config, hardware: Hardware) -> Spread:
+    """The spread around a predicted step time."""
+    kind = "unmeasured" if unpublished(config, hardware) else kind_of(config.parallel.tp, config.parallel.pp)
+    return SPREADS[kind if hardware.architecture else "calibrated"]
 
 
 def fit_probability(peak: int, usable: int) -> float:

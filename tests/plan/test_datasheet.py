@@ -5,7 +5,7 @@ import pytest
 from boost.config import load
 from boost.errors import ConfigError
 from boost.plan.hardware import load_hardware, origin
-from boost.plan.step_time import interval
+from boost.plan.step_time import spread_of
 from boost.plan.timing import predict
 
 CARD = "tflops=165,mem=24,bw=1008,link=pcie4"
@@ -33,8 +33,8 @@ def test_estimates_are_close_to_measurements() -> None:
                                "--train.compute_dtype=bfloat16"])  # fmt: skip
     ratio = predict(config, line).seconds / predict(config, load_hardware("h100-80g")).seconds
     assert 1.0 < ratio < 1.35
-    low, high = interval(1.0, config.parallel, line)
-    assert high - low > 0.5  # nothing in it was validated against measurements
+    spread = spread_of(config, line)
+    assert spread.high - spread.low > 0.5  # nothing in it was validated against measurements
 
 
 @pytest.mark.parametrize(

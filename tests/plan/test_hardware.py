@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -59,9 +60,13 @@ GEMMS = {  # (m, n, k): TFLOP/s. Sources are those of the profiles.
         (4096, 256, 1024): 284, (4096, 512, 1024): 491, (4096, 1024, 1024): 716, (4096, 2048, 1024): 914,
         (256, 2048, 4096): 394, (4096, 2048, 2048): 1170, (2048, 2048, 2048): 1006,
     },
+    "rtx4090-24g": {
+        (1024, 1024, 1024): 126.8, (2048, 2048, 2048): 164.8, (4096, 4096, 4096): 151.5, (8192, 8192, 8192): 160.2,
+        (10240, 10240, 10240): 158.5,
+    },
 }  # fmt: skip
 
-ALONE = {"a100-80g": (0.87, 0.12), "h100-80g": (0.94, 0.09), "b200-180g": (0.74, 0.09)}
+ALONE = {"a100-80g": (0.87, 0.12), "h100-80g": (0.94, 0.09), "b200-180g": (0.74, 0.09), "rtx4090-24g": (0.97, 0.06)}
 """(fraction of peak of a GEMM that is timed in isolation, below the power limit; allowed mean error). For H100 it differs from the
 profile, which describes sustained training."""
 
@@ -87,6 +92,36 @@ def test_profiles_load_and_say_where_they_come_from(name: str) -> None:
         for kernel in (ATTENTION, ATTENTION_BACKWARD):
             assert 0 < speeds.seconds(Work(kernel, dtype, (1, 8, 8, 4096, 128), 10**12, 10**8)) < 10
     assert Hardware.model_validate_json(hardware.model_dump_json()) == hardware
+
+
+LINKS = {"PCIe 4": 32, "PCIe 5": 63, "NVLink 3": 300, "NVLink 4": 450, "NVLink 5": 900, "Infinity Fabric": 448}
+"""One-way GB/s of all of a GPU's links within a node, from datasheets."""
+
+
+@pytest.mark.parametrize("name", names())
+def test_no_profile_exceeds_its_datasheet(name: str) -> None:
+    hardware = load_hardware(name)
+    speeds, large = hardware.speeds, 10**12
+    for dtype, gemm_speed in speeds.gemm.items():
+        assert gemm_speed.flops_per_s(large, large, large) <= gemm_speed.tflops * 1e12
+        for attention in speeds.attention[dtype]:
+            assert max(attention.forward, attention.backward) <= gemm_speed.tflops
+    assert large / speeds.seconds(moved(STREAM, large // 2, 1, "bfloat16")) <= speeds.memory_gb_s * 1e9
+    words = {
+        "NVLink": {"a100": "NVLink 3", "b200": "NVLink 5", "gb200": "NVLink 5"}.get(hardware.architecture, "NVLink 4")
+    }
+    words["PCIe"] = "PCIe 5" if hardware.architecture == "h100-pcie" else "PCIe 4"
+    link = LINKS[words.get(hardware.node.name, hardware.node.name)]
+    assert hardware.node.gb_s <= link and hardware.network.gb_s <= port_gbit(hardware.title) / 8
+    # A switch that performs the reduction receives a sum once, which counts as 2 (n - 1) / n of its bytes.
+    assert all(gb_s <= link * 2 * (n - 1) / n for n, gb_s in hardware.node.all_reduce)
+
+
+def port_gbit(title: str) -> float:
+    """Gb/s of each GPU's network port, as the title of a profile states them."""
+    found = re.search(r"one (\d+) Gb/s", title)
+    assert found, title
+    return float(found[1])
 
 
 @pytest.mark.parametrize("name", list(MEMORY_GIB))
@@ -204,7 +239,7 @@ MEASURED = ("a100", "h100", "b200")
 def test_what_is_estimated_says_so(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.title.endswith("(estimate)")
-    origins = [origin(hardware, field) for field in ("speeds.gemm.bfloat16", "speeds.memory_gb_s")]
+    origins = [origin(hardware, field) for field in ("speeds.attention.bfloat16", "speeds.memory_gb_s")]
     assert origins == ["estimate", "datasheet"]
 
 

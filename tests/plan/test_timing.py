@@ -3,9 +3,9 @@
 import pytest
 
 from boost.config.load import from_tree, load
-from boost.config.schema import Config, ParallelConfig
+from boost.config.schema import Config
 from boost.plan.hardware import load_hardware
-from boost.plan.step_time import BUBBLE, SPREADS, PassTime, fit_probability, interval, kind_of
+from boost.plan.step_time import BUBBLE, SPREADS, PassTime, fit_probability, spread_of, unpublished
 from boost.plan.timing import Predictor, predict
 
 FORWARD, BACKWARD = 1.0, 2.0
@@ -66,17 +66,27 @@ def test_more_nodes_wait_for_the_slowest() -> None:
         assert times[dp].parts["stragglers"] == pytest.approx(hardware.straggling * doublings * others)
 
 
-def test_meshes_have_their_own_spread() -> None:
-    known, hardware = SPREADS, load_hardware("h100-80g")
-    assert kind_of(1, 1) == "replicas"
-    assert {kind_of(2, 1), kind_of(1, 4), kind_of(1, 1, 2)} == {"sharded"}
-    low, high = interval(10.0, ParallelConfig(layout="single", dp=8), hardware)
-    assert (low, high) == pytest.approx((10 * known["replicas"].low, 10 * known["replicas"].high)) and low < 10 < high
-    assert interval(10.0, ParallelConfig(tp=2), hardware)[1] > high  # fewer rows with a wider spread
-    unmeasured = interval(10.0, ParallelConfig(layout="single", dp=8), load_hardware("h20-96g"))
-    assert unmeasured[0] < low and unmeasured[1] > high
-    calibrated = hardware.model_copy(update={"architecture": ""})
-    assert interval(1.0, ParallelConfig(tp=2), calibrated) == (known["calibrated"].low, known["calibrated"].high)
+@pytest.mark.parametrize(
+    ("words", "gpu", "kind", "lacks"),
+    [
+        ("tp=1 dp=8 layout=single", "h100-80g", "replicas", ""),
+        ("tp=2 layout=btp", "h100-80g", "sharded", ""),
+        ("tp=1 pp=4 layout=single", "a100-80g", "sharded", ""),
+        ("tp=1 cp=2 layout=single", "h100-80g", "unmeasured", "CP"),
+        ("tp=2 layout=btp-cp", "h100-80g", "unmeasured", "btp-cp"),
+        ("tp=2 layout=btp", "b200-180g", "unmeasured", "this GPU"),
+        ("tp=2 layout=btp-sp", "mi300x-192g", "unmeasured", "this GPU, btp-sp"),
+        ("tp=2 layout=btp", "local", "calibrated", ""),
+    ],
+)
+def test_the_spread_of_a_configuration(words: str, gpu: str, kind: str, lacks: str) -> None:
+    config = seven(*(f"parallel.{word}" for word in words.split()), "train.global_batch=32")
+    hardware = (
+        load_hardware("h100-80g").model_copy(update={"architecture": ""}) if gpu == "local" else load_hardware(gpu)
+    )
+    assert spread_of(config, hardware) == SPREADS[kind] and unpublished(config, hardware) == lacks
+    long = config.changed(train={"seq_len": 2**20})
+    assert unpublished(long, hardware).endswith("1,048,576 tokens per sequence") == (gpu != "local")
 
 
 def test_a_peak_fits_with_a_probability() -> None:
