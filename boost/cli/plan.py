@@ -11,6 +11,7 @@ from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, validated
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
+from boost.data.store import STORE_FILE, read_meta
 from boost.drawing import require_drawable
 from boost.errors import ConfigError
 
@@ -36,6 +37,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-gpus                 where each layout is fastest\n\n"
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset (llama3-8b, ...; see 'boost config'), a TOML file (its\n"
         "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"
+        "--data.store STORE gives a preset the vocabulary of that store, if it is on this machine.\n"
         "--parallel.KEY, --train.micro_batch and --train.recompute restrict the search to the given value.\n"
         "'boost plan calibrate' profiles this machine.\n"
         "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
@@ -126,6 +128,9 @@ USUAL_TOKENS = ((1e9, 500_000), (5e9, 1_000_000), (20e9, 2_000_000), (math.inf, 
 LEAST_RECIPE = 100_000
 """A preset with at least this many tokens per step is a training recipe, not just a model size."""
 
+VOCABULARY_MULTIPLE = 64
+"""A vocabulary from a token store is rounded up to this multiple, so that TP ranks can share it and GEMMs have whole tiles."""
+
 SLACK = 0.05
 """Maximum relative change when a global batch in tokens is rounded to a number of sequences that divides evenly."""
 
@@ -147,6 +152,11 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
         train.pop(key.partition(".")[2], None)
     dtypes = hardware.speeds.gemm  # a CPU profile may have no bfloat16 speed
     train.update(compute_dtype="bfloat16" if "bfloat16" in dtypes else next(iter(dtypes)), micro_batch=1)
+    store = Path(str(changes.get("data.store", "")))
+    if "data.store" in changes and source_of(args.model) in presets() and (store / STORE_FILE).exists():
+        changes.setdefault(
+            "model.vocab_size", -(-read_meta(store)["vocab_size"] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        )
     change(tree, changes)
     base = validated(tree)
 

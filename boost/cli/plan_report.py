@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from boost.cli.terminal import new_table, print_fact, print_table, result_console, searching
 from boost.config import Config, to_toml
-from boost.config.architecture import parameter_count
+from boost.config.architecture import TOKENS_PER_PARAMETER, parameter_count
 from boost.config.load import change, parse_overrides, read_source, tags, validated
 from boost.config.text import printable
 from boost.convert.formats import read_folder
+from boost.data.store import STORE_FILE, read_meta
 from boost.errors import ConfigError
 from boost.files import replace_text
 from boost.format import format_bytes, format_count, format_rate, format_seconds
@@ -44,9 +45,6 @@ EVALUATED = 2**20
 
 RUNNERS_UP = 8
 """Number of runners-up that are shown."""
-
-TOKENS_PER_PARAMETER = 20
-"""Tokens per parameter in a compute-optimal run (arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True)
@@ -399,6 +397,8 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
     """Yields one line per setting that neither the plan nor the user decided."""
     train, optim = config.train, config.optim
     tokens, parameters = train.global_batch * train.seq_len, parameter_count(config.model)
+    store = Path(config.data.store)
+    known = not config.data.mixture and (store / STORE_FILE).exists()
     if "optim.lr" not in asked:
         yield f"optim.lr = {optim.lr:g} is not tuned for {tokens:,} tokens per step"
     if "train.steps" not in asked:
@@ -407,6 +407,11 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
         yield (
             f"train.steps = {train.steps:,} means {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
             f"{TOKENS_PER_PARAMETER} tokens per parameter take {enough:,} steps"
+            + (
+                f", one pass over {store} {-(-read_meta(store)['splits']['train']['tokens'] // tokens):,}"
+                if known
+                else ""
+            )
         )
     if not asked & {"data.store", "data.mixture"}:
         yield (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from boost.config import Config
+from boost.config.architecture import TOKENS_PER_PARAMETER, parameter_count
 from boost.config.schema import BF16_WEIGHTS_COST
 from boost.config.text import print_error, printable, printable_text
 from boost.data.fit import open_corpus
@@ -240,9 +241,26 @@ FEW_HELDOUT_TOKENS = 20_000
 def advise(trainer: Trainer) -> None:
     """Adds advice to the warnings that the console prints before the first step. Used only on the main process."""
     is_new = not (trainer.started_from or trainer.resumed_from)  # existing weights determine the model
-    for text in (*(trainer.config.model.advice() if is_new else ()), *start_advice(trainer)):
+    for text in (*(model_advice(trainer) if is_new else ()), *start_advice(trainer)):
         log.warning(text)
         trainer.warnings.append(text)
+
+
+def model_advice(trainer: Trainer) -> Iterator[str]:
+    """Advice on a new model: its own, and whether it suits the tokens that it will read."""
+    model, train, store = trainer.config.model, trainer.config.train, trainer.store
+    yield from model.advice()
+    if store.vocab_size < model.vocab_size / 2:
+        yield (
+            f"model.vocab_size = {model.vocab_size:,}, but tokens of {store.path} have only {store.vocab_size:,} values; the "
+            f"other rows of the embedding and the head are never used; set model.vocab_size = {store.vocab_size}"
+        )
+    tokens, parameters = train.steps * train.global_batch * train.seq_len, parameter_count(model)
+    if tokens < parameters:
+        yield (
+            f"{train.steps:,} steps read {format_count(tokens)} tokens, {tokens / parameters:.2g} per parameter: a test or a "
+            f"demonstration; a model that is used needs about {TOKENS_PER_PARAMETER} per parameter"
+        )
 
 
 def start_advice(trainer: Trainer) -> Iterator[str]:

@@ -17,9 +17,9 @@ def say(capture: Capture, *words: object) -> tuple[int, str, str]:
     return code, out, err
 
 
-def llama_of(store: Path, folder: Path) -> Path:
+def llama_of(store: Path, folder: Path, **changes: object) -> Path:
     """A folder with tiny LLaMA weights and the tokenizer of a token store, whose documents end in token 0."""
-    folder.mkdir(exist_ok=True)
-    llama_folder(folder, vocab_size=300, eos_token_id=0, bos_token_id=None)
+    folder.mkdir(parents=True, exist_ok=True)
+    llama_folder(folder, vocab_size=300, eos_token_id=0, bos_token_id=None, **changes)
     (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
     return folder

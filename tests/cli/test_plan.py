@@ -14,6 +14,7 @@ from boost.cli.plan import global_batch
 from boost.cli.plan_report import flags
 from boost.config import load
 from boost.config.load import from_tree
+from boost.data.store import TokenStore
 from boost.plan.candidates import Request
 from boost.plan.search import max_peak, tie_limit
 from tests.cli.commands import Capture, say
@@ -222,6 +223,16 @@ def test_a_written_file_evaluates_and_says_what_is_undecided(capsys: Capture, tm
     config = load(str(path))
     assert config.train.eval_every == max(config.train.steps // 20, 1) and config.train.eval_tokens == 2**20
     assert config.run.dir == "runs/boost-1b"  # of the preset; only the default is changed
+
+
+def test_a_store_gives_its_vocabulary(capsys: Capture, store: Path, tmp_path: Path) -> None:
+    path, fixed = tmp_path / "mine.toml", ["--parallel.tp", "1", "--train.recompute", "none"]
+    code, said, _ = say(capsys, "plan", *SMALL, *fixed, "--data.store", store, "--write", path)
+    assert code == 0 and f"one pass over {store} " in " ".join(said.split())
+    assert TokenStore.open(store).vocab_size == 300 and load(str(path)).model.vocab_size == 320  # a multiple of 64
+    for words, size in ((["--model.vocab_size", "4096"], 4096), (["--data.store", str(tmp_path / "none")], 32000)):
+        found = facts(capsys, *SMALL, *fixed, "--data.store", str(store), *words)
+        assert found["best"]["config"]["model"]["vocab_size"] == size
 
 
 def test_what_was_asked_for_stays(capsys: Capture, tmp_path: Path) -> None:

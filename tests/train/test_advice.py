@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from boost.config.architecture import parameter_count
 from boost.config.schema import BF16_WEIGHTS_COST
 from boost.data.store import TokenStore
 from boost.errors import StoppedError
 from boost.train import run as advice
-from boost.train.run import advise, start_advice
+from boost.train.run import advise, model_advice, start_advice
 from tests.data.chats import chat_store_in
 from tests.train.runs import make_config, make_trainer
 
@@ -44,6 +45,25 @@ def test_every_store_of_a_mixture(store: Path, mixture: dict[str, float], tmp_pa
     assert f"training tokens of {other} 5 times" in epochs
     assert [line.split(" has ")[0] for line in held_out] == [f"the held-out split of {path}" for path in mixture]
     assert all("fewer than 20k, so its loss is noisy" in line for line in held_out)
+
+
+def test_a_model_that_is_too_large_for_its_data(store: Path, tmp_path: Path) -> None:
+    """Nobody trains a preset for measurements, or one with a large vocabulary, without knowing it."""
+
+    def said(steps: int, vocab_size: int) -> list[str]:
+        config = make_config(store, tmp_path / f"{steps}-{vocab_size}", train={"steps": steps})
+        config = config.changed(model={"vocab_size": vocab_size})
+        return [line for line in model_advice(make_trainer(config)) if line not in list(config.model.advice())]
+
+    assert TokenStore.open(store).vocab_size == 300
+    enough = -(
+        -parameter_count(make_config(store, tmp_path / "run").changed(model={"vocab_size": 600}).model) // (4 * 32)
+    )
+    assert said(enough, 600) == []
+    (line,) = said(2 * enough, 601)
+    assert line.startswith("model.vocab_size = 601, but") and line.endswith("set model.vocab_size = 300")
+    (line,) = said(enough // 2, 600)
+    assert "0.5 per parameter" in line
 
 
 def test_no_saves(store: Path, tmp_path: Path, enough: None) -> None:
