@@ -57,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
     done = read_checkpoint(Path(args.checkpoint), lambda checkpoint: export(checkpoint, Path(args.out), *options))
     facts = {
         "folder": str(done.path),
-        "format": {"llama": "LlamaForCausalLM", "merged": "LlamaForCausalLM", "cola": "ColaForCausalLM"}.get(
-            done.form, "BoostForCausalLM"
-        ),
+        "format": done.class_name,
         "trust_remote_code": done.form in ("cola", "boost"),
         **{name: getattr(done, name) for name in ("parameters", "bytes", "files", "dtype", "tokenizer")},
         **({"notes": done.notes} if args.json else {}),

@@ -11,7 +11,7 @@ import torch
 
 from boost.config.architecture import parameter_count
 from boost.config.text import printable
-from boost.convert.formats import MODELING_FILE, Form, config_json, entries, form_of
+from boost.convert.formats import MODELING_FILE, Form, class_name, config_json, entries, form_of, model_type
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, TIED, merged_generation_config, template_files, tokenizer_files
 from boost.errors import ConfigError
@@ -28,6 +28,8 @@ class Exported:
 
     path: Path
     form: Form
+    class_name: str
+    """The class of transformers, or of our modeling file, that loads the folder."""
     parameters: int
     bytes: int
     files: int
@@ -48,6 +50,11 @@ def export(
     require_free(out, "--out")
     model = checkpoint.config.model
     form = form_of(model, merge, official)
+    if not model_type(model, form):
+        raise ConfigError(
+            f"model.attn_bias = '{model.attn_bias}', model.qk_norm = {str(model.qk_norm).lower()} and model.nope_layers = "
+            f"{list(model.nope_layers)} have no common class for dense models in transformers; low-rank models can be exported"
+        )
     reader = WeightReader(checkpoint)
     target = getattr(torch, dtype) if dtype else None
     with new_folder(out, "--out") as temporary:
@@ -87,7 +94,9 @@ def export(
             'model.mlp_silu = false is exported as hidden_act = "linear", which transformers computes; MLX-LM ignores it and '
             f"computes another function, and vLLM refuses it{own}"
         )
-    return Exported(out, form, writer.parameters, writer.total_bytes, files, stored, has_tokenizer, notes)
+    return Exported(
+        out, form, class_name(model, form), writer.parameters, writer.total_bytes, files, stored, has_tokenizer, notes
+    )
 
 
 def _texts(
@@ -124,8 +133,8 @@ def _texts(
 
 
 _WHAT = {
-    "llama": "A LLaMA decoder with dense linears, in the format of `LlamaForCausalLM` from transformers.",
-    "merged": "A LLaMA decoder trained with low-rank factors, each pair merged into W = B A, in the format of `LlamaForCausalLM`.",
+    "llama": "A decoder with dense linears, in the format of `{0}` from transformers.",
+    "merged": "A decoder trained with low-rank factors, each pair merged into W = B A, in the format of `{0}` from transformers.",
     "cola": "A CoLA decoder, y = B silu(A x). The official `ColaForCausalLM` can load it, because tensor names and shapes match.",
     "boost": "A low-rank decoder, y = B act(A x), with its modeling file next to the weights.",
 }
@@ -141,7 +150,7 @@ pipeline_tag: text-generation
 
 # {folder}
 
-{_WHAT[form]}
+{_WHAT[form].format(class_name(checkpoint.config.model, form))}
 
 Family: {checkpoint.config.model.title}. Training: {checkpoint.position.step:,} steps, {checkpoint.position.tokens:,} tokens.
 

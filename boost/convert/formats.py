@@ -1,6 +1,7 @@
 """The formats of Hugging Face folders: their `config.json` as our [model] section, and the names of their tensors.
 
-llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same for svd, with W = B A
+llama   dense weights under the names of transformers' LlamaForCausalLM, which Mistral, Qwen2, Qwen3 and SmolLM3 share; merged: the
+        same for svd, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
 boost   our own modeling file: factors (A.weight, B.weight) and latent gates unchanged, inside LLaMA's module names
 """
@@ -32,6 +33,8 @@ _FIELDS = {
 """Our names -> LLaMA's names, for the fields that both always have."""
 _OWN = ("family", "over", "gate", "rank", "ranks", "latent_act", "mlp_silu")
 """Fields that a folder with our modeling file stores under our names."""
+_HEADS = ("head_dim", "attn_bias", "qk_norm", "nope_layers")
+"""The same, for fields that it may leave out."""
 _ROPE = {
     "rope_factor": "factor",
     "rope_low_freq": "low_freq_factor",
@@ -40,7 +43,7 @@ _ROPE = {
 }
 """Our names -> transformers' names, for Llama 3.1's RoPE scaling (rope_type = 'llama3')."""
 _READ = {
-    *_FIELDS.values(), *_OWN, *_ROPE,
+    *_FIELDS.values(), *_OWN, *_HEADS, *_ROPE,
     "architectures", "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "initializer_range", "lr_act_type",
     "max_position_embeddings", "mlp_bias", "model_type", "num_key_value_heads", "only_lr_act", "original_max_position_embeddings",
     "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
@@ -49,10 +52,31 @@ _READ = {
     "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 """Fields of config.json that an import reads or may leave out; it names any other."""
-_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
-"""What MistralConfig assumes for fields that config.json omits, where LlamaConfig assumes something else."""
+_QWEN = {
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
+    "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": None,
+        "layer_types": None, "no_rope_layers": None, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "rope_theta": 2e6,
+        "bos_token_id": 128000, "eos_token_id": 128001,
+    },
+}  # fmt: skip
+"""The model types of dense decoders, and what their classes assume for fields that config.json omits, where LlamaConfig assumes
+something else or has no such field."""
+_NOT_ONE = (
+    "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb",
+    "scale_depth", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
+)  # fmt: skip
+"""Scalars of other decoders, which change the function unless they are 1 or absent."""
 _CLASSES = {"cola": "Cola", "boost": "Boost"}
-MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
+_STOCK = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+"""Prefixes of transformers' classes for dense weights, by model type."""
 _ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _NORMS = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
 _MODULES = {
@@ -62,7 +86,7 @@ _KINDS: dict[Form, dict[str, str]] = {
     "llama": {"W": "weight"},
     "merged": {"W": "weight"},
     "cola": {"A": "cola_a", "B": "cola_b"},
-    "boost": {"A": "A.weight", "B": "B.weight"},
+    "boost": {"A": "A.weight", "B": "B.weight", "bias": "B.bias"},
 }
 """Names of tensors: those outside the blocks, norms, each linear's module and, by form, the linear's weight or factors."""
 
@@ -91,9 +115,9 @@ def config_json(
     rope_theta and torch_dtype are written as in transformers 4; transformers 5 and the official CoLA class read both. There is no
     pad token, because LLaMA's embedding would leave its row untrained.
     """
-    own = form in _CLASSES
-    prefix = _CLASSES.get(form, "Llama")
-    content: dict[str, Any] = {"architectures": [f"{prefix}ForCausalLM"], "model_type": MODEL_TYPES[form]}
+    own, kind = form in _CLASSES, model_type(model, form)
+    prefix = _CLASSES[form] if own else _STOCK[kind]
+    content: dict[str, Any] = {"architectures": [f"{prefix}ForCausalLM"], "model_type": kind}
     if own:
         stem = MODELING_FILE.removesuffix(".py")
         content["auto_map"] = {
@@ -107,7 +131,7 @@ def config_json(
         "max_position_embeddings": context,
         "rope_theta": model.rope_theta,
         "initializer_range": model.init_std,
-        "attention_bias": False,
+        "attention_bias": not own and model.attn_bias == "qkvo",
         "mlp_bias": False,
         "tie_word_embeddings": tied,
         "use_cache": True,
@@ -121,7 +145,14 @@ def config_json(
     elif form == "cola":
         content |= {"hidden_act": "silu", "rank": model.rank, "lr_act_type": "silu", "only_lr_act": not model.mlp_silu}
     else:
-        content |= {field: getattr(model, field) for field in (*_OWN, *_ROPE)}
+        content |= {field: getattr(model, field) for field in (*_OWN, *_HEADS, *_ROPE)}
+    if kind == "qwen3" or model.heads_dim != model.dim:
+        content["head_dim"] = model.head_dim
+    if kind == "smollm3":  # its default pad token may be larger than the vocabulary
+        content |= {
+            "no_rope_layers": [int(n not in model.nope_layers) for n in range(model.layers)],
+            "pad_token_id": None,
+        }
     if model.rope_factor != 1 and not own:
         scaling = {theirs: getattr(model, ours) for ours, theirs in _ROPE.items()}
         content["rope_scaling"] = {"rope_type": "llama3", **scaling}
@@ -134,24 +165,24 @@ def read_folder(path: Path) -> Folder:
     if not content:
         raise ConfigError(f"'{path}' has no config.json; pass a Hugging Face folder with safetensors weights")
     kind = content.get("model_type")
-    if kind not in ("llama", "mistral", "cola", "boost"):
+    if kind not in (*_DEFAULTS, "cola", "boost"):
         raise ConfigError(
-            f"model_type = {kind!r} in '{path}/config.json' is not supported; valid values: "
-            "'llama', 'mistral' and 'cola' (the official classes), and 'boost' (our own exports)"
+            f"model_type = {kind!r} in '{path}/config.json' is not supported; valid values: {', '.join(map(repr, _DEFAULTS))} and "
+            "'cola' (the official classes), and 'boost' (our own exports)"
         )
-    where, read = f"'{path}/config.json'", _READ
-    if kind == "mistral":
-        content, read = {**_MISTRAL, **content}, _READ | {"sliding_window"}
-        if content["num_key_value_heads"] is None:
-            raise ConfigError(
-                f"num_key_value_heads = null in {where} is not valid for Mistral; set it to the number of heads"
-            )
-    _require_supported(content, where)
+    where, defaults = f"'{path}/config.json'", _DEFAULTS.get(kind, {})
+    content, read = {**defaults, **content}, _READ | defaults.keys()
+    if kind == "mistral" and content["num_key_value_heads"] is None:
+        raise ConfigError(
+            f"num_key_value_heads = null in {where} is not valid for Mistral; set it to the number of heads"
+        )
+    _require_supported(kind, content, where)
     context = content.get("max_position_embeddings")
     context = 2048 if context is None else context
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise ConfigError(f"max_position_embeddings = {context!r} in {where} must be a positive integer")
-    if kind == "mistral" and (window := content["sliding_window"]) is not None and window < context:
+    window = _sliding_window(kind, content, where)
+    if window is not None and window < context:
         raise ConfigError(
             f"sliding_window = {window} in {where} is smaller than max_position_embeddings = {context}, but boost has no sliding "
             f"windows; to use the model within one window, set max_position_embeddings = {window}"
@@ -179,7 +210,7 @@ def read_folder(path: Path) -> Folder:
     unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in content.items() if value and key not in read)
     return Folder(
         model,
-        "llama" if kind == "mistral" else kind,
+        "llama" if kind in _DEFAULTS else kind,
         tied,
         context,
         token("eos_token_id"),
@@ -207,6 +238,8 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} has no {missing[0]}; fix the file, or save the model again")
     table = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     table["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
+    if width := content.get("head_dim"):
+        table["head_dim"] = width
     kind, rope = _rope(content)
     table["rope_theta"] = rope["rope_theta"]
     table["init_std"] = content.get("initializer_range") or 0.02
@@ -226,18 +259,52 @@ def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return rope.get("rope_type", rope.get("type", "default")), rope
 
 
-def _require_supported(content: dict[str, Any], where: str) -> None:
+def _sliding_window(kind: str, content: dict[str, Any], where: str) -> int | None:
+    """The window of tokens to which some block of the model attends; None: all attend to the whole context."""
+    if kind == "mistral":
+        window = content["sliding_window"]
+    elif kind not in _DEFAULTS or kind == "llama":
+        return None
+    elif (types := content["layer_types"]) is not None:
+        other = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else [types]
+        if other and (other[0] != "sliding_attention" or content["sliding_window"] is None):
+            raise ConfigError(
+                f"layer_types has {other[0]!r} in {where}, which is not supported; valid value: 'full_attention'"
+            )
+        window = content["sliding_window"] if other else None
+    else:
+        window = content["sliding_window"] if content["use_sliding_window"] else None
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+        raise ConfigError(f"sliding_window = {window!r} in {where} must be an integer or null")
+    return window
+
+
+def _nope_layers(content: dict[str, Any], where: str) -> list[int]:
+    """Blocks without rotary embeddings, which SmolLM3 marks with 0 in `no_rope_layers`."""
+    layers, marks = content["num_hidden_layers"], content["no_rope_layers"]
+    if marks is None:
+        interval = content["no_rope_layer_interval"]
+        marks = [(n + 1) % interval for n in range(layers)]
+    if not isinstance(marks, list) or len(marks) < layers:
+        raise ConfigError(
+            f"no_rope_layers = {marks!r} in {where} must be a list of 0 or 1 for each of the {layers} layers"
+        )
+    return [n for n in range(layers) if not marks[n]]
+
+
+def _require_supported(kind: str, content: dict[str, Any], where: str) -> None:
     """Raises ConfigError for LLaMA features that our decoder does not have."""
     kind, _ = _rope(content)
     if kind not in ("default", "llama3"):
         raise ConfigError(f"rope_type = {kind!r} in {where} is not supported; valid values: 'default' and 'llama3'")
-    for field in ("attention_bias", "mlp_bias"):
+    for field in ("mlp_bias",) if kind in ("llama", "qwen3", "smollm3") else ("attention_bias", "mlp_bias"):
         if content.get(field):
-            raise ConfigError(f"{field} = true in {where} is not supported (linears have no bias); valid value: false")
-    width, heads = content.get("head_dim"), content.get("num_attention_heads")
-    if width and isinstance(heads, int) and (not isinstance(width, int) or width * heads != content.get("hidden_size")):
-        valid = f"{content.get('hidden_size')!r} / {heads} (hidden_size / num_attention_heads)"
-        raise ConfigError(f"head_dim = {width!r} in {where} is not supported; valid value: {valid}")
+            raise ConfigError(f"{field} = true in {where} is not supported for {kind!r}; valid value: false")
+    for field in _NOT_ONE:
+        if (value := content.get(field)) not in (None, 1):
+            raise ConfigError(f"{field} = {value!r} in {where} is not supported; valid value: 1 (or no such field)")
+    if content.get("head_dim", 1) is None and kind == "qwen3":
+        raise ConfigError(f"head_dim = null in {where} is not valid for Qwen3; set it to the width of one head")
     if "boost_lowrank" in content:
         raise ConfigError(
             f"{where} belongs to a model with factors from boost.lowrank; merge them first: "
@@ -259,12 +326,15 @@ def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, A
         table = {field: content[field] for field in _OWN} | {
             field: content[field] for field in _ROPE if field in content
         }
+        table |= {field: content[field] for field in _HEADS if field in content}
         # Folders store "none" for these fields if the family does not have them.
         return {field: value for field, value in table.items() if field not in ("over", "gate") or value != "none"}
-    if kind in ("llama", "mistral"):
+    if kind in _DEFAULTS:
         if act not in ("silu", "swish", "linear"):
             raise ConfigError(f"hidden_act = {act!r} in {where} is not supported; valid values: 'silu' and 'linear'")
-        return {"family": "dense", "mlp_silu": act != "linear"}
+        table = {"family": "dense", "mlp_silu": act != "linear", "qk_norm": kind == "qwen3"}
+        table["attn_bias"] = "qkv" if kind == "qwen2" else "qkvo" if content.get("attention_bias") else "none"
+        return table | ({"nope_layers": _nope_layers(content, where)} if kind == "smollm3" else {})
     if act and act not in ("silu", "swish"):
         raise ConfigError(f"hidden_act = {act!r} in {where} is not supported for CoLA; valid value: 'silu'")
     # The official classes default only_lr_act to true. They read lr_act_type, but apply hidden_act.
@@ -293,12 +363,34 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     """
     if model.family == "dense":
         return "llama"
-    if model.family == "svd" and model.latent_act == "none" and merge:
+    kind = model_type(model, "merged")
+    if model.family == "svd" and model.latent_act == "none" and merge and kind:
         return "merged"
-    plain = model.kv_heads == model.heads and model.rope_factor == 1
+    plain = (
+        kind == "llama" and model.attn_bias == "none" and model.kv_heads == model.heads and model.heads_dim == model.dim
+    )
+    plain = plain and model.rope_factor == 1
     if official and model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
         return "cola"
     return "boost"
+
+
+def model_type(model: ModelConfig, form: Form) -> str:
+    """model_type of a folder of this form; for dense weights, the first class of transformers that computes the model, or empty."""
+    if form in _CLASSES:
+        return form
+    able = {
+        "llama": not model.qk_norm and not model.nope_layers and model.attn_bias != "qkv",
+        "qwen2": not model.qk_norm and not model.nope_layers and model.attn_bias == "qkv",
+        "qwen3": model.qk_norm and not model.nope_layers and model.attn_bias != "qkv",
+        "smollm3": not model.qk_norm and bool(model.nope_layers) and model.attn_bias != "qkv",
+    }
+    return next((kind for kind, is_able in able.items() if is_able), "")
+
+
+def class_name(model: ModelConfig, form: Form) -> str:
+    """Name of the class that a folder of this form is loaded with."""
+    return f"{_CLASSES.get(form) or _STOCK[model_type(model, form)]}ForCausalLM"
 
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
@@ -325,4 +417,6 @@ def _name(name: str, form: Form) -> str:
     if rest in _NORMS:
         return f"model.layers.{layer}.{_NORMS[rest]}"
     slot, _, kind = rest.rpartition(".")
+    if kind == "norm":
+        return f"model.layers.{layer}.self_attn.{slot[-1]}_norm.weight"
     return f"model.layers.{layer}.{_MODULES[slot]}.{_KINDS[form].get(kind, kind)}"

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -46,7 +46,9 @@ class BoostConfig(PretrainedConfig):
 
     rank: r for every linear; ranks: exceptions by name (attn, mlp.down, layers.3.attn.q; the most specific name applies);
     rope_factor, rope_low_freq, rope_high_freq, rope_original_len: Llama 3.1's RoPE scaling (factor 1: none);
-    latent_act: silu or none; gate: type of the latent gates (none: no gates); mlp_silu: SwiGLU's own silu.
+    latent_act: silu or none; gate: type of the latent gates (none: no gates); mlp_silu: SwiGLU's own silu;
+    attn_bias: linears of attention with a bias after B (none, qkv or qkvo); qk_norm: RMSNorm of each head's query and key;
+    nope_layers: blocks without RoPE.
     """
 
     model_type = "boost"
@@ -81,6 +83,10 @@ class BoostConfig(PretrainedConfig):
         latent_act: str = "silu",
         gate: str = "none",
         mlp_silu: bool = True,
+        head_dim: int | None = None,
+        attn_bias: str = "none",
+        qk_norm: bool = False,
+        nope_layers: list[int] | None = None,
         use_cache: bool = True,
         tie_word_embeddings: bool = False,
         **kwargs: Any,
@@ -103,6 +109,14 @@ class BoostConfig(PretrainedConfig):
         self.latent_act = latent_act
         self.gate = gate
         self.mlp_silu = mlp_silu
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.attn_bias, self.qk_norm, self.nope_layers = attn_bias, qk_norm, nope_layers or []
+        style = (Qwen3Config.base_model_tp_plan or {}).get("layers.*.self_attn.q_norm")
+        if qk_norm and style and self.base_model_tp_plan:  # sums the gradients of the norms; transformers 4 does not
+            self.base_model_tp_plan = {  # type: ignore[misc]
+                **self.base_model_tp_plan,
+                **{f"layers.*.self_attn.{name}_norm": style for name in "qk"},
+            }
         self.use_cache = use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
@@ -169,7 +183,8 @@ class BoostBottleneck(nn.Module):
             self.cola_b = nn.Parameter(torch.empty(rank, d_out))
         else:
             self.A = nn.Linear(d_in, rank, bias=False)
-            self.B = nn.Linear(rank, d_out, bias=False)
+            has_bias = config.attn_bias != "none" and slot.removeprefix("attn.") in config.attn_bias
+            self.B = nn.Linear(rank, d_out, bias=has_bias)
         if self.gate != "none":
             self.norm_weight = nn.Parameter(torch.ones(rank))
             self.norm_bias = nn.Parameter(torch.zeros(rank))
@@ -222,20 +237,23 @@ def rotate(x_BHSE: Tensor, cos_BSE: Tensor, sin_BSE: Tensor) -> Tensor:
 # The class name must not end in Attention: transformers 5 searches the source of such classes for a call that only version 5 has,
 # and if it is missing, does not allow choosing the attention implementation.
 class BoostHeads(nn.Module):
-    """Causal attention with RoPE, using the attention implementation selected in transformers."""
+    """Causal attention, using the attention implementation selected in transformers."""
 
     def __init__(self, config: BoostConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer
-        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.head_dim, self.has_rope = config.head_dim, layer not in config.nope_layers
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
         d, kv = config.hidden_size, config.num_key_value_heads * self.head_dim
-        self.q_proj = BoostBottleneck(config, layer, "attn.q", d, d)
+        all_heads = config.num_attention_heads * self.head_dim
+        self.q_proj = BoostBottleneck(config, layer, "attn.q", d, all_heads)
         self.k_proj = BoostBottleneck(config, layer, "attn.k", d, kv)
         self.v_proj = BoostBottleneck(config, layer, "attn.v", d, kv)
-        self.o_proj = BoostBottleneck(config, layer, "attn.o", d, d)
+        self.o_proj = BoostBottleneck(config, layer, "attn.o", all_heads, d)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (BoostRMSNorm(self.head_dim, config.rms_norm_eps) for _ in "qk")
 
     def forward(
         self,
@@ -253,7 +271,10 @@ class BoostHeads(nn.Module):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = [linear(x_BSD, h) for linear, h in zip(projections, prev_latents[:3], strict=True)]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y, _ in projected)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.has_rope:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, **({"kwargs": kwargs} if CACHE == "cache" else {}))
         name = self.config._attn_implementation
@@ -321,7 +342,9 @@ class BoostPreTrainedModel(PreTrainedModel):
             a, b = (module.cola_a.T, module.cola_b.T) if module.transposed else (module.A.weight, module.B.weight)
             std = a.shape[0] ** -0.25 * (a.shape[1] + b.shape[0]) ** -0.25
             for name, weight in module.named_parameters():
-                if name.startswith("norm_"):
+                if name == "B.bias":
+                    nn.init.zeros_(weight)
+                elif name.startswith("norm_"):
                     nn.init.constant_(weight, float(name == "norm_weight"))
                 elif name.startswith("gate_"):
                     nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
@@ -413,7 +436,7 @@ def _causal_mask(
 
 def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [B, S, E] in `dtype`, recomputed on each call because a non-persistent buffer could be lost."""
-    head_dim = config.hidden_size // config.num_attention_heads
+    head_dim = config.head_dim
     acc_dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=position_ids_BS.device, dtype=acc_dtype) / head_dim
     frequencies = config.rope_theta**-exponents

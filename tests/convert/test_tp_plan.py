@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 SHARDED = {
     "dense": 32, "svd-merged": 32, "svd": 8, "cola": 8, "cola-gqa": 8, "cola-ranks": 8, "cola-rope": 8, "lax-svd": 8,
-    "lax-identity": 8, "lax-tensor": 8, "lax-dense": 8,
+    "lax-identity": 8, "lax-tensor": 8, "lax-dense": 8, "qwen2": 32, "qwen3": 32, "smollm3": 32, "cola-heads": 8,
 }  # fmt: skip
 """Families with a plan, and the widest all-reduce of their blocks: d of a dense one, r of a low-rank one."""
 

@@ -59,10 +59,31 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "lax-identity": ({"family": "lax", "gate": "identity", "layers": 3}, True, "BoostForCausalLM"),
     "lax-tensor": ({"family": "lax", "gate": "tensor", "ranks": {"mlp": 6}}, True, "BoostForCausalLM"),
     "lax-dense": ({"family": "lax", "gate": "dense", "norm_eps": 1e-3}, True, "BoostForCausalLM"),
+    "qwen2": ({"family": "dense", "attn_bias": "qkv"}, True, "Qwen2ForCausalLM"),
+    "qwen3": ({"family": "dense", "qk_norm": True, "head_dim": 6}, True, "Qwen3ForCausalLM"),
+    "qwen3-biased": ({"family": "dense", "qk_norm": True, "attn_bias": "qkvo"}, True, "Qwen3ForCausalLM"),
+    "smollm3": ({"family": "dense", "nope_layers": [1]}, True, "SmolLM3ForCausalLM"),
+    "llama-biased": ({"family": "dense", "attn_bias": "qkvo", "head_dim": 6}, True, "LlamaForCausalLM"),
+    "qwen2-merged": ({"family": "svd", "attn_bias": "qkv"}, True, "Qwen2ForCausalLM"),
+    "cola-heads": (
+        {"family": "cola", "attn_bias": "qkvo", "qk_norm": True, "nope_layers": [0], "head_dim": 6},
+        True,
+        "BoostForCausalLM",
+    ),
+    "svd-biased": ({"family": "svd", "attn_bias": "qkv", "qk_norm": True}, True, "BoostForCausalLM"),
 }
 """(model, whether factors are merged if possible, transformers' name for it) for each export."""
 
-BY_NIGHT = {"dense-linear", "cola-rope", "cola-linear", "lax-svd", "lax-identity"}
+BY_NIGHT = {
+    "dense-linear",
+    "cola-rope",
+    "cola-linear",
+    "lax-svd",
+    "lax-identity",
+    "qwen3-biased",
+    "llama-biased",
+    "qwen2-merged",
+}
 """Combinations of other cases."""
 
 
@@ -78,7 +99,7 @@ def save(
     decoder, mesh = toy.toy_decoder(config)
     with torch.no_grad():
         for name, value in toy.weights(decoder).items():
-            if name.endswith(("norm", "norm_weight", "norm_bias")):
+            if name.endswith(("norm", "norm_weight", "bias")):
                 value.add_(torch.linspace(-0.5, 0.5, value.numel()))
     optimizer = build_optimizer(list(fused_params(decoder)), config, mesh)
     data = {"tokenizer": fingerprint, "content": "c", "eos": eos} | ({} if bos is None else {"bos": bos})
