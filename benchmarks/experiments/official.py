@@ -146,7 +146,7 @@ def _loro(config: Config, optim: LOROConfig) -> Published:
 
 def _fields(config: Config, form: Literal["cola", "llama"]) -> dict[str, Any]:
     """The fields of config.json."""
-    return config_json(config.model, form, False, config.train.param_dtype, config.train.seq_len, None, None)
+    return config_json(config.model, form, config.train.param_dtype, config.train.seq_len, None, None)
 
 
 def _fill(module: nn.Module, names: Mapping[str, tuple[str, bool]], config: Config) -> None:

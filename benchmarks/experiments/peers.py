@@ -130,9 +130,7 @@ def _write_folder(config: Config, mesh: Mesh) -> Path:
                 value = initial_value(entry.parameters[0], config.model, config.train.seed)
                 writer.add(entry.name, value.to(getattr(torch, config.train.param_dtype)))
             writer.close()
-            content = config_json(
-                config.model, "llama", False, config.train.param_dtype, config.train.seq_len, None, None
-            )
+            content = config_json(config.model, "llama", config.train.param_dtype, config.train.seq_len, None, None)
             (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
             outcome = [(str(folder), "")]
         except (OSError, StorageError) as error:

@@ -81,8 +81,9 @@ class Model(nn.Module):
     def from_pretrained(cls, path: str | Path, *, untie: bool = False, **options: Any) -> "Model":
         """Loads a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
 
-        `untie`: load tied parameters as separate tensors. `options`: arguments of `boost.nn.Spec`, such as mesh and layout,
-        which determine each process's shards. dtype defaults to that of the weights; float16 becomes float32. Raises BoostError.
+        `untie`: load tied parameters, such as the embedding and the head, as separate tensors. `options`: arguments of
+        `boost.nn.Spec`, such as mesh and layout, which determine each process's shards. dtype defaults to that of the weights;
+        float16 becomes float32. Raises BoostError.
         """
         path = Path(path)
         if not path.is_dir():
@@ -90,13 +91,11 @@ class Model(nn.Module):
                 f"path = '{path}' is not a folder; pass a run directory, a checkpoint, or a Hugging Face folder"
             )
         if (path / "config.json").is_file():
-            weights = FolderWeights(path)
-            weights.require_untied(untie, "untie=True")
-            return cls._of(weights, options)
+            return cls._of(FolderWeights(path, untie), options)
         path = _common_checkpoint(path, options.get("mesh"))
 
         def load(checkpoint: Any) -> Model:
-            model = cls._of(CheckpointWeights(checkpoint), dict(options))
+            model = cls._of(CheckpointWeights(checkpoint, untie), dict(options))
             restore(model.decoder, checkpoint.data.get(TRAITS) or {}, tied=not untie)
             return model
 
@@ -185,7 +184,7 @@ class Model(nn.Module):
         folder exists, or if the model has more than weights, such as adapters; or StorageError.
         """
         path, is_writer, named = Path(path), self._is_writer, self.decoder.stored_parameters()
-        traits = traits_of(named)
+        traits, sizes = traits_of(named), {**self.decoder.model.model_dump(), "tied": self.decoder.is_tied}
         tied = [name for names in traits["tied"] for name in names]
         require_free(path, "path")  # on all ranks, so that none waits for a rank that raised an error
         self._barrier()
@@ -201,8 +200,8 @@ class Model(nn.Module):
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
                 data[TRAITS] = traits
                 context = int(self._data.get("context") or self.config.train.seq_len)
-                model, dtype = self.decoder.model.model_dump(), dtype_name(next(iter(named.values())).dtype)
-                finish_weights(temporary, path.resolve(), weights_config(model, dtype, context), data, texts)
+                sections = weights_config(sizes, dtype_name(next(iter(named.values())).dtype), context)
+                finish_weights(temporary, path.resolve(), sections, data, texts)
         self._barrier()
         return path
 

@@ -47,7 +47,8 @@ def parallelize(
     options = {"recompute": spec.recompute, **options}
     first = next(model.parameters())
     given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype}
-    over = spec_of(spec.model, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
+    sizes = spec.model.model_copy(update={"tied": isinstance(model, Decoder) and model.is_tied})
+    over = spec_of(sizes, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
     sharded: Any
     if isinstance(model, Decoder):
         sharded = Decoder(over, initialized=False)

@@ -24,7 +24,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost import models/llama-1b --out checkpoints/llama-1b\n"
         "  boost import models/cola-1b --out checkpoints/cola-1b --tokenizer data/c4\n"
         "  boost import models/llama-1b --out checkpoints/svd --rank 512\n"
-        "  boost import models/llama-3.2-1b --out checkpoints/small --untie\n"
         "  boost import runs/dense --out checkpoints/svd --energy 0.95 --multiple 8\n"
         "  boost import runs/dense --out checkpoints/svd --budget 0.6 --calibrate data/mine\n"
         "  boost train --start-from checkpoints/svd --distill-from runs/dense --data.store data/mine --run.dir runs/svd",
@@ -40,7 +39,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--untie",
         action="store_true",
-        help="import embedding and head as two tensors if DIR ties them; boost cannot train tied weights",
+        help="import embedding and head as two tensors if they are one in DIR",
     )
     parser.add_argument(
         "--allow-nonfinite", action="store_true", help="import weights that are NaN or infinite, and print how many"

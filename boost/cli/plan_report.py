@@ -15,7 +15,6 @@ from boost.config import Config, to_toml
 from boost.config.architecture import TOKENS_PER_PARAMETER, parameter_count
 from boost.config.load import change, parse_overrides, read_source, tags, validated
 from boost.config.text import printable
-from boost.convert.formats import read_folder
 from boost.data.store import STORE_FILE, read_meta
 from boost.errors import ConfigError
 from boost.files import replace_text
@@ -111,12 +110,6 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
                 remarks.append(f"{used} takes just {longer:.1%} longer than using all of them: {ways[0]} per step.")
         dense = _dense(search)
     remarks += notes(search, best, others, dense)
-    if folder is not None and read_folder(folder).tied:
-        more = best.config.model.vocab_size * best.config.model.dim
-        remarks.append(
-            f"'{folder / 'config.json'}' ties the embedding and the head. The plan assumes two tensors, as made by "
-            f"'boost import --untie', which adds {more:,} parameters."
-        )
     if args.write is not None:
         command = ["train", str(args.write)]
     elif folder is not None:

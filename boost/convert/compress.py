@@ -124,7 +124,7 @@ class CompressedWeights:
         self.context, self.eos = dense.context, dense.eos
         self.start, self.starts_as_tokenizer = dense.start, dense.starts_as_tokenizer
         self.tokenizer, self.hub, self.dtype = dense.tokenizer, dense.hub, dense.dtype
-        self.notes = dense.notes
+        self.notes, self.untied = dense.notes, dense.untied
         store = TokenStore.open(compression.store)
         if tokenizer is not None:
             store.require_tokenizer(tokenizer, "the model")

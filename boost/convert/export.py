@@ -13,7 +13,7 @@ from boost.config.architecture import parameter_count
 from boost.config.text import printable
 from boost.convert.formats import MODELING_FILE, Form, class_name, config_json, entries, form_of, model_type
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
-from boost.convert.vocabulary import BOS, TIED, merged_generation_config, template_files, tokenizer_files
+from boost.convert.vocabulary import BOS, merged_generation_config, template_files, tokenizer_files
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.paths import read_text
@@ -59,11 +59,7 @@ def export(
     target = getattr(torch, dtype) if dtype else None
     with new_folder(out, "--out") as temporary:
         writer = TensorWriter(temporary, "model", file_bytes)
-        # The embedding and head were tied in the source. Equal still means untrained, because boost trains them separately.
-        can_tie = form in ("llama", "merged") and bool((checkpoint.data.get(HUB) or {}).get(TIED))
-        tied = can_tie and torch.equal(reader.read("embed"), reader.read("head"))
-        stored_entries = [e for e in entries(model, form) if not (tied and e.parameters[0].name == "head")]
-        for entry in progress(stored_entries, "exporting"):
+        for entry in progress(list(entries(model, form)), "exporting"):
             parts = [reader.read(parameter.name) for parameter in entry.parameters]
             tensor = parts[0].T if entry.transposed else parts[0]
             if len(parts) == 2:  # A and B; multiplied in fp64, so that a merged model is exact in fp32
@@ -76,7 +72,7 @@ def export(
             writer.add(entry.name, converted)
         weight_map = writer.close()
         stored = dtype or dtype_name(reader.dtype("embed"))
-        for name, text in _texts(checkpoint, form, tied, stored, writer, weight_map, out.resolve().name):
+        for name, text in _texts(checkpoint, form, stored, writer, weight_map, out.resolve().name):
             (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.rename(out.resolve())
@@ -102,7 +98,6 @@ def export(
 def _texts(
     checkpoint: Checkpoint,
     form: Form,
-    tied: bool,
     dtype: str,
     writer: TensorWriter,
     weight_map: dict[str, str],
@@ -115,7 +110,7 @@ def _texts(
     bos = next((token for token in (start, hub.get(BOS)) if isinstance(token, int)), eos)
     if len(set(weight_map.values())) > 1:
         yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": weight_map})
-    yield "config.json", _json(config_json(model, form, tied, dtype, checkpoint.context, eos, bos))
+    yield "config.json", _json(config_json(model, form, dtype, checkpoint.context, eos, bos))
     known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
     generation = {name: token for name, token in known.items() if token is not None}
     yield "generation_config.json", _json(merged_generation_config(generation, hub))
@@ -127,8 +122,7 @@ def _texts(
         yield "tokenizer.json", text
         yield "tokenizer_config.json", _json(tokenizer_config)
         yield from template_files(checkpoint).items()
-    written = parameter_count(model) - tied * model.vocab_size * model.dim
-    assert form == "merged" or writer.parameters == written
+    assert form == "merged" or writer.parameters == parameter_count(model)
     yield "README.md", _card(checkpoint, form, printable(folder))
 
 

@@ -97,8 +97,6 @@ class Folder:
 
     model: ModelConfig
     form: Form
-    tied: bool
-    """Whether config.json ties the head's weight to the embedding's."""
     context: int
     """Maximum sequence length in tokens; 2048 if the folder does not specify one."""
     eos: int | None
@@ -108,7 +106,7 @@ class Folder:
 
 
 def config_json(
-    model: ModelConfig, form: Form, tied: bool, dtype: str, context: int, eos: int | None, bos: int | None
+    model: ModelConfig, form: Form, dtype: str, context: int, eos: int | None, bos: int | None
 ) -> dict[str, Any]:
     """Returns the content of `config.json` for a folder of this form.
 
@@ -133,7 +131,7 @@ def config_json(
         "initializer_range": model.init_std,
         "attention_bias": not own and model.attn_bias == "qkvo",
         "mlp_bias": False,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": model.tied,
         "use_cache": True,
         "bos_token_id": bos,
         "eos_token_id": eos,
@@ -206,12 +204,10 @@ def read_folder(path: Path) -> Folder:
                 return first
         return None
 
-    tied = bool(content.get("tie_word_embeddings"))
     unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in content.items() if value and key not in read)
     return Folder(
         model,
         "llama" if kind in _DEFAULTS else kind,
-        tied,
         context,
         token("eos_token_id"),
         token("bos_token_id"),
@@ -242,6 +238,7 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
         table["head_dim"] = width
     kind, rope = _rope(content)
     table["rope_theta"] = rope["rope_theta"]
+    table["tied"] = bool(content.get("tie_word_embeddings"))
     table["init_std"] = content.get("initializer_range") or 0.02
     return table | {ours: rope[theirs] for ours, theirs in _ROPE.items() if kind == "llama3"}
 

@@ -17,7 +17,7 @@ from boost.convert.compress import CompressedWeights, Compression
 from boost.convert.formats import entries, read_folder
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, Weights, dtype_name
-from boost.convert.vocabulary import BOS, TIED, Vocabulary, read_generation_settings, read_vocabulary
+from boost.convert.vocabulary import BOS, Vocabulary, read_generation_settings, read_vocabulary
 from boost.data.tokenizer import parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
@@ -38,10 +38,11 @@ MAX_SEQ_LEN = 2048
 class FolderWeights:
     """Weights of a Hugging Face folder."""
 
-    def __init__(self, path: Path) -> None:
-        """Validates the names and shapes of all tensors. Raises ConfigError, CheckpointError."""
+    def __init__(self, path: Path, untie: bool = False) -> None:
+        """Validates the names and shapes of all tensors. `untie`: reads a tied table as two tensors. Raises ConfigError,
+        CheckpointError."""
         folder = read_folder(path)
-        self.model, self.context, self.eos = folder.model, folder.context, folder.eos
+        self.context, self.eos = folder.context, folder.eos
         self.start, self.starts_as_tokenizer = None if folder.bos == folder.eos else folder.bos, True
         self._tensors = TensorFolder(path)
         self.notes = [*self._tensors.notes]
@@ -54,31 +55,25 @@ class FolderWeights:
             )
         # config.json alone does not determine the form: transformers and peft may save CoLA's factors under its module names.
         form = "boost" if "model.layers.0.self_attn.q_proj.A.weight" in self._tensors.shapes else folder.form
-        self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, form)}
+        apart = folder.model.model_copy(update={"tied": False})
+        self._entries = {entry.parameters[0].name: entry for entry in entries(apart, form)}
         embed, head = self._entries["embed"].name, self._entries["head"].name
-        self._tensors.check(self._entries.values(), frozenset({head} if folder.tied else ()))
-        self._tied = folder.tied
+        self._tensors.check(self._entries.values(), frozenset({head} if folder.model.tied else ()))
+        tied = folder.model.tied
         # A stored head that differs from the embedding is used, as in transformers.
-        if folder.tied and head in self._tensors.shapes:
+        if tied and head in self._tensors.shapes:
             embedding = self._tensors.read(embed)
-            self._tied = torch.equal(embedding, self._tensors.read(head).to(embedding.dtype))
-        self.tied = folder.model.vocab_size * folder.model.dim if self._tied else 0
-        """Parameters in a head that shares its tensor with the embedding, else 0. Importing makes the head a separate tensor."""
+            tied = torch.equal(embedding, self._tensors.read(head).to(embedding.dtype))
+        self.model = folder.model if tied and not untie else apart
+        self._head = "embed" if tied else "head"
+        self.untied = apart.vocab_size * apart.dim if tied and untie else 0
         names = {entry.name for entry in self._entries.values()}
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
-        self.hub = {BOS: folder.bos, TIED: self._tied, **read_generation_settings(path)}
-
-    def require_untied(self, untie: bool, option: str) -> None:
-        """Raises ConfigError if the embedding and head are tied (no layout can train tied weights), unless `untie` is set."""
-        if self.tied and not untie:
-            raise ConfigError(
-                f"the embedding and the head in '{self._tensors.path}' are tied, which boost cannot train; add {option} to import "
-                f"them as two tensors (+{self.tied:,} parameters)"
-            )
+        self.hub = {BOS: folder.bos, **read_generation_settings(path)}
 
     def read(self, parameter: Parameter) -> Tensor:
-        entry = self._entries["embed" if self._tied and parameter.name == "head" else parameter.name]
+        entry = self._entries[self._head if parameter.name == "head" else parameter.name]
         tensor = self._tensors.read(entry.name)
         return tensor.T if entry.transposed else tensor
 
@@ -86,8 +81,12 @@ class FolderWeights:
 class CheckpointWeights:
     """Weights of a boost checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.model = checkpoint.config.model
+    def __init__(self, checkpoint: Checkpoint, untie: bool = False) -> None:
+        """`untie`: as for a folder."""
+        stored = checkpoint.config.model
+        self.model = stored.model_copy(update={"tied": False}) if untie else stored
+        self._head = "embed" if stored.tied else "head"
+        self.untied = stored.vocab_size * stored.dim if stored.tied and untie else 0
         self.context = checkpoint.context
         self.eos, self.start = checkpoint.data.get("eos"), checkpoint.data.get("bos")
         self.starts_as_tokenizer = False  # a run from scratch has learned no start token even if its tokenizer adds one
@@ -98,7 +97,7 @@ class CheckpointWeights:
         self.dtype = self._reader.dtype("embed")
 
     def read(self, parameter: Parameter) -> Tensor:
-        return self._reader.read(parameter.name)
+        return self._reader.read(self._head if parameter.name == "head" else parameter.name)
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Imported:
     bytes: int
     tokenizer: bool
     untied: int
-    """Parameters added by untying the embedding and head; 0 if the source has a tensor for each of them."""
+    """Parameters added by untying the embedding and head."""
     report: dict[str, Any] | None
     """Report on the factorization; None if the weights were not factorized."""
     notes: list[str]
@@ -141,18 +140,18 @@ def import_weights(
         raise ConfigError(f"there is no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
 
     def convert(weights: Weights) -> Imported:
-        return _convert(weights, source, out, dtype, tokenizer, how, file_bytes, untie, nonfinite)
+        return _convert(weights, source, out, dtype, tokenizer, how, file_bytes, nonfinite)
 
     names = ("state.json", "manifest.json", "checkpoints", "config.toml")
     is_ours = any((source / name).exists() for name in names) or any(source.glob("step-*"))
     if (source / "config.json").is_file() or not is_ours:
-        return convert(FolderWeights(source))
+        return convert(FolderWeights(source, untie))
     if how is None:
         raise ConfigError(
             f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
             "factorize it with --rank, --energy or --budget"
         )
-    return read_checkpoint(source, lambda checkpoint: convert(CheckpointWeights(checkpoint)))
+    return read_checkpoint(source, lambda checkpoint: convert(CheckpointWeights(checkpoint, untie)))
 
 
 def _convert(
@@ -163,7 +162,6 @@ def _convert(
     tokenizer: Path | None,
     how: Truncation | Compression | None,
     file_bytes: int,
-    untie: bool,
     nonfinite: bool,
 ) -> Imported:
     if how is not None and weights.model.family != "dense":
@@ -171,10 +169,7 @@ def _convert(
             f"--rank, --energy and --budget factorize dense weights, but '{source}' has model.family = "
             f"'{weights.model.family}'; remove these flags"
         )
-    untied = 0
-    if isinstance(weights, FolderWeights):
-        weights.require_untied(untie, "--untie")
-        untied = weights.tied
+    untied = weights.untied
     before = parameter_count(weights.model) - untied
     if tokenizer is not None and not tokenizer.exists():
         raise ConfigError(f"--tokenizer = '{tokenizer}' does not exist; pass a tokenizer.json or its folder")

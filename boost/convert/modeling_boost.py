@@ -449,8 +449,9 @@ def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) ->
 
 
 class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
-    """The decoder with an untied head."""
+    """The decoder with a head, whose weight is the embedding's if config.tie_word_embeddings."""
 
+    _tied_weights_keys: ClassVar[Any] = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan: ClassVar[Any] = {"lm_head": "colwise_rep"}
 
     def __init__(self, config: BoostConfig) -> None:

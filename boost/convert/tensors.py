@@ -36,6 +36,8 @@ class Weights(Protocol):
     """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""
     notes: list[str]
     """What the folder has and an import does not use."""
+    untied: int
+    """Parameters added by reading a tied table as two tensors."""
     dtype: torch.dtype
     """The narrowest dtype that represents all weights exactly."""
 

@@ -32,8 +32,6 @@ _TOKENIZER_KEYS = (
 """Fields of tokenizer_config.json to keep. The other fields name files or classes, or repeat what tokenizer.json contains."""
 BOS = "bos_token_id"
 """Settings key for a folder's bos token, which starts a prompt only if the tokenizer also prepends it."""
-TIED = "tied"
-"""Settings key for whether a folder's embedding and head are one tensor."""
 _ORIGINAL_KEY = "boost_post_processor"
 """Key in tokenizer_config.json for an exported tokenizer's original post_processor, which its fingerprint includes."""
 

@@ -89,6 +89,11 @@ class Decoder(decoder.Decoder):
     def head(self) -> Tensor:  # type: ignore[override]
         return self._weight("lm_head", nn.Linear, {})
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding, as built or made so afterwards."""
+        return self.lm_head._parameters.get("weight") is self.embedding._parameters.get("weight", 0)
+
     def _weight(self, name: str, kind: type[nn.Module], options: dict[str, Any]) -> Any:
         """The weight of a plain module, or else, for `OneProcess`, a function that calls the module."""
         module = cast(nn.Module, self._modules[name])
@@ -131,11 +136,10 @@ class Decoder(decoder.Decoder):
         """
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction = '{reduction}' is unknown; valid values: mean, sum")
-        is_tied = self.lm_head._parameters.get("weight") is self.embedding._parameters.get("weight", 0)
-        if self.spec.tp.size > 1 and is_tied != self.model.tied:
+        if self.spec.tp.size > 1 and self.is_tied != self.model.tied:
             raise ConfigError(
-                f"lm_head.weight {'is' if is_tied else 'is not'} embedding.weight, but the decoder was built with tied = "
-                f"{self.model.tied}, and layouts shard them differently over TP ranks; build it with tied = {is_tied}"
+                f"lm_head.weight {'is' if self.is_tied else 'is not'} embedding.weight, but the decoder was built with tied = "
+                f"{self.model.tied}, and layouts shard them differently over TP ranks; build it with tied = {self.is_tied}"
             )
         if targets is not None:
             _check_targets(targets, self.model.vocab_size)
@@ -178,7 +182,7 @@ class Decoder(decoder.Decoder):
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by name in a checkpoint. One that modules share has several. Raises ConfigError as `whole_parameters`."""
         spec = copy.copy(self.spec)
-        spec.device = torch.device("meta")
+        spec.device, spec.model = torch.device("meta"), spec.model.model_copy(update={"tied": self.is_tied})
         return stored_parameters(self, Decoder(spec), is_copy=False)
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:

@@ -135,7 +135,6 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
             check(path, difference(own, type(like), hooks=is_copy, biased=biased, **options))
     weights = {clean(path): weight for path, weight in module.named_parameters(remove_duplicate=False)}
     dtype, expected = next(iter(weights.values())).dtype, dict(twin.named_parameters(remove_duplicate=False))
-    paths = {parameter: path for path, parameter in expected.items()}
     for path in (*(weights.keys() ^ expected.keys()), *(name for name, _ in module.named_buffers())):
         check(path, "is no weight of boost.nn")
     for path, weight in weights.items():
@@ -143,6 +142,5 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
         check(path, None if weight.dtype == dtype else f"is {weight.dtype}, not {dtype}")
         hooks = is_copy and (weight._backward_hooks or weight._post_accumulate_grad_hooks)
         check(path, "has gradient hooks" if hooks else None)
-        shared = paths[expected[path]]
-        check(path, None if weight is weights[shared] else f"is no longer tied to {shared}")
+    paths = {parameter: path for path, parameter in expected.items()}
     return {fused.slices[0].parameter.name: weights[paths[fused.parameter]] for fused in fused_params(twin)}

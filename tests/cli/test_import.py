@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,9 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
     for number, words in enumerate(([], ["--energy", "0.9"], calibrated)):
         out = tmp_path / str(number)
         command = ["import", str(llama), "--out", str(out), "--device", "cpu", *words]
-        code, said, err = say(capsys, *command)
-        assert (code, said, err.count("\n")) == (2, "", 1)
-        assert "are tied" in err and "add --untie to import them as two tensors (+9,600 parameters)" in err
-        assert not out.exists()
+        code, _, err = say(capsys, *command)
+        assert code == 0, err
+        shutil.rmtree(out)
         code, said, err = say(capsys, *command, "--untie", *["--json"] * (not words))
         assert code == 0, err
         if not words:

@@ -1,6 +1,5 @@
 """`boost import`: the same function, the same bytes, and one-line errors."""
 
-import functools
 import itertools
 import json
 import pickle
@@ -126,7 +125,8 @@ TIED = ["llama", "llama with a stored head", "cola", "cola-gqa", "lax-tensor"]
 
 
 @pytest.mark.parametrize("form", TIED)
-def test_a_tied_folder_is_untied_on_request_only(form: str, tmp_path: Path, store: Path) -> None:
+def test_a_tied_folder_stays_tied_unless_asked(form: str, tmp_path: Path, store: Path) -> None:
+    transformers = pytest.importorskip("transformers")
     theirs, head = tmp_path / "theirs", "lm_head.weight"
     if form.startswith("llama"):
         tensors, config = llama_folder(theirs), dict(LLAMA)
@@ -137,16 +137,20 @@ def test_a_tied_folder_is_untied_on_request_only(form: str, tmp_path: Path, stor
     if form != "llama with a stored head":
         del tensors[head]
     write_folder(theirs, {**config, "tie_word_embeddings": True}, tensors)
-    more = config["vocab_size"] * 32
-    bring_as_asked: Any = functools.partial(bring, out=theirs.parent / "asked", untie=False)
-    for bring_in, option in ((bring_as_asked, "--untie"), (boost.Model.from_pretrained, "untie=True")):
-        with pytest.raises(ConfigError) as caught:
-            bring_in(theirs)
-        assert str(caught.value) == (
-            f"the embedding and the head in '{theirs}' are tied, which boost cannot train; add {option} to import them as two "
-            f"tensors (+{more:,} parameters)"
-        )
-    done = bring_as_asked(theirs, untie=True)
+    more, other = config["vocab_size"] * 32, theirs.parent
+    done = bring(theirs, other / "tied", untie=False)
+    decoder, _ = loaded(done.path)
+    model = boost.Model.from_pretrained(theirs)
+    assert decoder.model.tied and done.untied == 0 and model.decoder.lm_head.weight is model.decoder.embedding.weight
+    assert "head" not in toy.weights(decoder)
+    back = load_file(give(done.path, other / "back") / "model.safetensors")
+    assert_same(back, {name: tensor for name, tensor in tensors.items() if name != head})
+    with torch.no_grad():
+        tokens, _ = toy.toy_tokens(toy.toy_config())
+        again = transformers.AutoModelForCausalLM.from_pretrained(other / "back", trust_remote_code=True)
+        assert again.lm_head.weight is again.model.embed_tokens.weight
+        torch.testing.assert_close(all_logits(decoder, tokens), again(tokens).logits, rtol=1e-4, atol=1e-5)
+    done = bring(theirs, other / "two", untie=True)
     assert done.untied == more
     decoder, _ = loaded(done.path)
     model = boost.Model.from_pretrained(theirs, untie=True)
@@ -157,7 +161,7 @@ def test_a_tied_folder_is_untied_on_request_only(form: str, tmp_path: Path, stor
     write_folder(
         theirs, {**config, "tie_word_embeddings": True}, {**tensors, head: torch.zeros(config["vocab_size"], 32)}
     )
-    assert bring(theirs, tmp_path / "apart", untie=False).untied == 0
+    assert not bring(theirs, tmp_path / "apart", untie=False).model.tied
     boost.Model.from_pretrained(theirs)
 
 

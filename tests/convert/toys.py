@@ -123,7 +123,7 @@ def give(checkpoint: Path, out: Path, merge: bool = True) -> Path:
 
 def bring(source: Path, out: Path, **choices: Any) -> Any:
     """Imports a folder, tied or not."""
-    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "how": None, "file_bytes": GB, "untie": True, **choices}
+    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "how": None, "file_bytes": GB, "untie": False, **choices}
     return import_weights(source, out, **given)
 
 
@@ -143,7 +143,7 @@ def all_logits(decoder: Decoder, tokens_BS: Tensor) -> Tensor:
     batch, length = tokens_BS.shape
     (stream,) = decoder._run_blocks(decoder.layout, decoder._parts(tokens_BS, None, (), False))
     x = stream.x
-    logits = decoder.layout.logits(x, decoder.final_norm, decoder.head, torch.arange(batch * length))
+    logits = decoder.layout.logits(x, decoder.final_norm, decoder.head_weight, torch.arange(batch * length))
     return logits.view(batch, length, -1)
 
 
