@@ -58,6 +58,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default=0.08,
         help="fraction of usable memory to leave free for fragmentation and prediction error (default 0.08)",
     )
+    parser.add_argument(
+        "--gpu-hours", type=float, metavar="H", help="say how many tokens the best plan trains in H GPU-hours"
+    )
+    parser.add_argument(
+        "--budget-usd", type=float, nargs=2, metavar=("USD", "PRICE"), help="the same for USD at PRICE per GPU-hour"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--explain", action="store_true", help="break down the time and memory of the best plan")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the grid of --by-gpus (.svg, .png or .pdf)")
@@ -80,13 +86,17 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is None:
         raise ConfigError(f"--gpu is missing; pass one of {', '.join(names())}, or a .toml file")
     hardware = load_hardware(args.gpu)
+    if args.budget_usd is not None:
+        args.gpu_hours = args.budget_usd[0] / args.budget_usd[1] if args.budget_usd[1] > 0 else 0.0
+    if args.gpu_hours is not None and not 0 < args.gpu_hours < math.inf:
+        raise ConfigError(f"--gpu-hours or --budget-usd comes to {args.gpu_hours:g} GPU-hours, which must be above 0")
     for name in ("per_node", "gpus", "seq"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
     if not 0 <= args.memory_margin < 1:
         raise ConfigError(f"--memory-margin = {args.memory_margin:g} must be at least 0 and less than 1, such as 0.08")
     if args.per_node is not None:
-        hardware = hardware.model_copy(update={"per_node": args.per_node})
+        hardware = hardware.model_copy(update={"per_node": args.per_node, "per_host": None})
     if args.write is not None and args.write.exists() and not args.force:
         raise ConfigError(f"{args.write} already exists; add --force to overwrite it")
     if args.svg is not None:
@@ -94,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--svg draws the grid of --by-gpus, so it requires that option; add --by-gpus")
         require_drawable(args.svg)
     if args.config is not None:
-        for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus"):
+        for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus", "gpu_hours"):
             if getattr(args, name) not in (None, False):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} applies only to a search, but explaining CONFIG = '{args.config}' involves no "

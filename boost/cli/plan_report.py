@@ -18,7 +18,7 @@ from boost.config.text import printable
 from boost.data.store import STORE_FILE, read_meta
 from boost.errors import ConfigError
 from boost.files import replace_text
-from boost.format import format_bytes, format_count, format_rate, format_seconds
+from boost.format import format_bytes, format_count, format_duration, format_rate, format_seconds
 from boost.plan.candidates import Request
 from boost.plan.categories import CATEGORIES
 from boost.plan.explain import Alternative, alternatives, choices, mesh, notes, products
@@ -27,7 +27,7 @@ from boost.plan.inspection import inspect
 from boost.plan.search import TIE, TIE_SECONDS, Plan, Search, max_peak, require_legal
 from boost.plan.step_time import PARTS, fit_probability, spread_of, unpublished
 from boost.plan.timing import Predictor, predict
-from boost.plan.ways import fewer_gpus, way_out
+from boost.plan.ways import fewer_gpus, other_batches, way_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,28 +86,30 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
                 f"(usable: {format_bytes(nearest.usable)}); "
                 + (f"it fits {way}" if way else "it does not fit on more GPUs either; use a smaller model")
             )
-        remarks, best = list[str](), search.simplest(fastest)
-        if best is not fastest:
-            faster, config = 1 - fastest.time.seconds / best.time.seconds, fastest.config
-            remarks.append(
-                f"A near-tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time, but among plans within "
-                f"{TIE:.0%} or {format_seconds(TIE_SECONDS)} of the fastest, the planner picks the simplest."
-            )
+        best, remarks = _simplest(search, fastest)
         others = alternatives(search, best, tick)
         if (fewer := fewer_gpus(search, best, [other.plan for other in others])) is not None:
-            few = fewer[1]
+            few, ties = _simplest(*fewer)
             used = f"Using only {few.time.devices} of the {best.time.devices} GPUs"
             ways = [
                 f"{format_seconds(p.time.seconds)} ({mesh(p.config.parallel)}; {choices(p.config)})"
                 for p in (few, best)
             ]
             if few.time.seconds < best.time.seconds:
-                remarks.append(f"{used} is faster than using all of them: {ways[0]} per step instead of {ways[1]}.")
-                search, best = fewer
+                search, best = fewer[0], few
                 request, others = search.request, alternatives(search, best, tick)
+                remarks = ties
+                remarks.append(f"{used} is faster than using all of them: {ways[0]} per step instead of {ways[1]}.")
             else:
                 longer = few.time.seconds / best.time.seconds - 1
                 remarks.append(f"{used} takes just {longer:.1%} longer than using all of them: {ways[0]} per step.")
+        if even := list(other_batches(search, best)):
+            sizes = " or ".join(f"{plan.config.train.global_batch:,}" for plan in even)
+            gains = " and ".join(f"{1 - best.time.tokens_per_second / p.time.tokens_per_second:.0%}" for p in even)
+            remarks.append(
+                f"{best.config.train.global_batch:,} sequences do not divide over {request.gpus} GPUs: {sizes} take {gains} less "
+                "time per sequence."
+            )
         dense = _dense(search)
     remarks += notes(search, best, others, dense)
     if args.write is not None:
@@ -127,6 +129,17 @@ def search_and_report(args: argparse.Namespace, request: Request, source: str, f
     if args.explain:
         print_explanation(best, request.hardware)
     return 0
+
+
+def _simplest(search: Search, fastest: Plan) -> tuple[Plan, list[str]]:
+    """The simplest plan that ties with the fastest, and a note if they differ."""
+    best, config = search.simplest(fastest), fastest.config
+    faster = 1 - fastest.time.seconds / best.time.seconds
+    note = (
+        f"A near-tie: {mesh(config.parallel)} ({choices(config)}) takes {faster:.1%} less time, but among plans within "
+        f"{TIE:.0%} or {format_seconds(TIE_SECONDS)} of the fastest, the planner picks the simplest."
+    )
+    return best, [note] * (best is not fastest)
 
 
 def explain(config: Config, args: argparse.Namespace, hardware: Hardware) -> int:
@@ -172,7 +185,8 @@ def flags(config: Config, source: str) -> list[str]:
 
 def launch(report: PlanReport) -> list[str]:
     """Returns the lines of the launch command."""
-    parallel, per_node = report.best.config.parallel, report.request.hardware.per_node
+    parallel, hardware = report.best.config.parallel, report.request.hardware
+    per_node = hardware.per_host or hardware.per_node
     command, gpus = report.command, parallel.world_size
     if gpus <= per_node:
         return _wrapped("boost", command)
@@ -263,6 +277,7 @@ def print_json(report: PlanReport) -> None:
         ],
         "notes": report.notes,
         "command": launch(report),
+        "gpu_hours": args.gpu_hours,
     }
     print(json.dumps(result, indent=2))
 
@@ -295,6 +310,8 @@ def print_report(report: PlanReport) -> None:
         seconds = train.steps * report.best.time.seconds
         hours = seconds * report.best.time.devices / 3600
         print_fact(out, "  run", f"{train.steps:,} steps take {format_seconds(seconds)}, {hours:,.1f} GPU-hours")
+    if args.gpu_hours is not None:
+        print_fact(out, "  budget", budget(report.best, args.gpu_hours))
     written = " (after --write run.toml)" * (report.command == ["train", "run.toml"] and args.write is None)
     out.print(f"\ncommand{written}", style="bold")
     for line in launch(report):
@@ -308,6 +325,17 @@ def print_report(report: PlanReport) -> None:
         print(printable(f"\n{args.write} written; settings not decided by the plan:", "\n"))
         for line in undecided(report.best.config, asked_keys(args)):
             print_fact(out, "-", line, 2)
+
+
+def budget(best: Plan, gpu_hours: float) -> str:
+    """How far a budget gets. Which size of model is best for it depends on losses, which are not predicted."""
+    seconds = 3600 * gpu_hours / best.time.devices
+    tokens = seconds * best.time.tokens_per_second
+    return (
+        f"{gpu_hours:,.6g} GPU-hours, {format_duration(seconds)} on {best.time.devices} GPUs, train {format_count(tokens)} tokens, "
+        f"{tokens / parameter_count(best.config.model):,.3g} per parameter, in {seconds / best.time.seconds:,.0f} steps "
+        "(not a claim about the best size of model)"
+    )
 
 
 def model_words(config: Config, name: str) -> str:

@@ -219,7 +219,8 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         key, equals, value = word.removeprefix("--").partition("=")
         field = RANKS if key.startswith(f"{RANKS}.") else key
         if not word.startswith("--") or (field not in known and "." not in field):
-            raise ConfigError(f"unknown argument '{word}'; {_suggest(key, known, 'key', prefix='--')}")
+            kind = "option" if word.startswith("--") else "argument"
+            raise ConfigError(f"unknown {kind} '{word}'; {_suggest(key, known, 'key', prefix='--')}")
         if field not in known:
             raise ConfigError(f"unknown key '{key}'; {_suggest(key, known, 'key')}")
         expected = "integer" if field != key else type_name(known[field])

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from boost.config.gpus import find_peak
+from boost.config.gpus import find_peak, gpu_peaks
 from boost.config.schema import ParallelConfig, Positive, Section
 from boost.config.text import read_toml
 from boost.config.traffic import ITEMSIZE, Collective
@@ -237,7 +237,9 @@ class Hardware(Section):
     device: Literal["cuda", "cpu"]
     """Device type. On CUDA the host launches kernels asynchronously; on CPU it runs them itself."""
     per_node: Annotated[int, Field(ge=1)]
-    """Devices per node."""
+    """Devices per node: those that the fastest links connect."""
+    per_host: int | None = None
+    """Devices per host, each with its own launcher; None: as many as per node."""
     memory_gb: Positive
     """Memory of one device, in GB (10^9 bytes)."""
     reserve_gb: Amount
@@ -353,10 +355,15 @@ def _raw(name: str) -> dict[str, Any]:
     if not path.is_file():
         if own:
             raise ConfigError(f"--gpu = '{name}': no such file; 'boost plan calibrate --out {name}' creates one")
-        close = difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
-        hint = f"did you mean '{close[0]}'? " if close else ""
+        first = word.partition("-")[0].replace(" ", "")
+        firsts = {profile.partition("-")[0] for profile in names()}
+        # A GPU without a profile is no typing error for another one.
+        exists = first not in firsts and any(first == peak.name.replace(" ", "").lower() for peak in gpu_peaks())
+        near = [] if exists or not difflib.get_close_matches(first, firsts) else names()
+        close = difflib.get_close_matches(word, near, n=1, cutoff=0.3)
+        says = f"is not a hardware profile; did you mean '{close[0]}'?" if close else "is not supported;"
         raise ConfigError(
-            f"--gpu = '{name}' is not a hardware profile; {hint}valid profiles: {', '.join(names())}; "
+            f"--gpu = '{name}' {says} valid profiles: {', '.join(names())}; "
             "run 'boost plan calibrate' on this machine, or use a datasheet: --gpu \"tflops=165,mem=24,bw=1008,link=pcie4\""
         )
     try:

@@ -121,12 +121,27 @@ def fewer_gpus(search: Search, best: Plan, plans: Sequence[Plan] = ()) -> tuple[
 
 
 def _numbers(request: Request) -> list[int]:
-    """GPU counts to try: one site, counts over which the batch divides better, one half, one node, one quarter, ..."""
+    """GPU counts to try: one site, one half, counts over which the batch divides better, one quarter, ..."""
     gpus, batch, hardware = request.gpus, request.base.train.global_batch, request.hardware
-    even: list[int] = []
-    if batch % gpus:
-        near = range(max(math.ceil(EVEN_SHARE * gpus), 1), gpus)
-        even = sorted(near, key=lambda n: (-math.gcd(batch, n) / n, -n))[:MAX_TRIES]
-    halves = [gpus >> n for n in range(1, gpus.bit_length())]
-    listed = [hardware.per_site or gpus, *even, halves[0] if halves else gpus, hardware.per_node, *halves[1:]]
+    near = (n for n in range(math.ceil(EVEN_SHARE * gpus), gpus) if math.gcd(batch, n) > math.gcd(batch, gpus))
+    even = sorted(near, key=lambda n: (-math.gcd(batch, n) / n, -n))
+    listed = [hardware.per_site or gpus, gpus // 2, *even[:1], hardware.per_node, *(gpus >> n for n in range(2, 11))]
     return [n for n in dict.fromkeys(listed) if 0 < n < gpus]
+
+
+# If the batch does not divide over the GPUs.
+
+MUCH_FASTER = 0.05
+"""Other batches are named if they take at least this fraction less time per sequence."""
+
+
+def other_batches(search: Search, best: Plan) -> Iterator[Plan]:
+    """Yields the fastest plans for the nearest batches that divide over the GPUs, if they are much faster per sequence."""
+    request, batch = search.request, search.request.base.train.global_batch
+    if batch % request.gpus == 0 or request.gpus % batch == 0 or "parallel.dp" in request.fixed:
+        return
+    for whole in (batch // request.gpus * request.gpus, -(-batch // request.gpus) * request.gpus):
+        changed = request.base.changed(train={"global_batch": whole}) if whole else request.base
+        plan = Search(replace(request, base=changed), known=search).fastest()
+        if plan and plan.time.tokens_per_second * (1 - MUCH_FASTER) > best.time.tokens_per_second:
+            yield plan

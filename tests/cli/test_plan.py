@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from boost.cli.plan_report import flags
 from boost.config import load
 from boost.config.load import from_tree
 from boost.data.store import TokenStore
+from boost.format import format_count
 from boost.plan.candidates import Request
 from boost.plan.search import max_peak, tie_limit
 from tests.cli.commands import Capture, say
@@ -125,7 +127,12 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--model", "7b", "--gpus", "16", "--gpu", "a10"], "did you mean 'a100-"),
+        (["--model", "7b", "--gpus", "16", "--gpu", "h10"], "is not a hardware profile; did you mean 'h100-"),
+        (["--model", "7b", "--gpus", "16", "--gpu", "a10"], "--gpu = 'a10' is not supported; valid profiles: "),
+        (["--model", "7b", "--gpus", "16", "--gpu", "v100"], "--gpu = 'v100' is not supported; valid profiles: "),
+        (["--model", "7b", "--gpus", "16", "--gpu", "tpu"], "--gpu = 'tpu' is not supported; valid profiles: "),
+        ([*SMALL, "--gpu-hourss", "500"], "unknown option '--gpu-hourss'"),
+        ([*SMALL, "--gpu-hours", "0"], "--gpu-hours or --budget-usd comes to 0 GPU-hours, which must be above 0"),
         (["--model", "7b", "--gpus", "16"], "--gpu is missing"),
         (["--gpus", "16", "--gpu", "a100-80g"], "--model is missing"),
         (["--model", "9b", "--gpus", "16", "--gpu", "a100-80g"], "1b, 3b, 7b, 13b, 30b"),
@@ -165,6 +172,42 @@ def test_fewer_gpus_are_faster_over_a_slow_link(capsys: Capture) -> None:
     assert found["best"]["config"]["parallel"]["dp"] == 2 and found["gpus"] == 4
     assert any(note.startswith("Using only 2 of the 4 GPUs is faster than using all ") for note in found["notes"])
     assert not any("of the 4 GPUs" in note for note in facts(capsys, *SMALL)["notes"])
+
+
+@pytest.mark.slow
+def test_a_near_tie_is_one_with_the_plan(capsys: Capture) -> None:
+    """16 sequences on 20 GPUs: the plan uses 16 of them, and the note is not about a plan on all."""
+    found = facts(capsys, "--model", "1b", "--gpus", "20", "--gpu", "a100-80g-8", "--global-batch", "16")
+    assert found["best"]["config"]["parallel"]["dp"] == 16
+    ties = [note for note in found["notes"] if note.startswith("A near-tie: ")]
+    assert ties and all(note.startswith("A near-tie: DP 16 ") for note in ties)
+
+
+@pytest.mark.slow
+def test_batches_that_divide_are_named(capsys: Capture) -> None:
+    words = ["--model", "1b", "--gpus", "8", "--gpu", "a100-80g-8"]
+    (note,) = (note for note in facts(capsys, *words, "--global-batch", "17")["notes"] if "do not divide" in note)
+    assert re.fullmatch(
+        r"17 sequences do not divide over 8 GPUs: 16 or 24 take \d+% and \d+% less time per sequence.", note
+    )
+    assert not any("do not divide" in note for note in facts(capsys, *words, "--global-batch", "16")["notes"])
+
+
+def test_a_host_has_fewer_processes_than_an_nvlink_domain(capsys: Capture) -> None:
+    """A GB200 rack: TP may span 64 GPUs, but a tray with four of them starts four processes."""
+    words = ["--model", "cola-60m", "--gpus", "64", "--gpu", "gb200", "--parallel.pp", "1", "--global-batch", "64"]
+    assert "--nnodes 16 --nproc-per-node 4" in " ".join(facts(capsys, *words)["command"])
+    assert "--nnodes" not in " ".join(facts(capsys, *words, "--per-node", "64")["command"])
+
+
+def test_how_far_a_budget_gets(capsys: Capture) -> None:
+    code, said, _ = say(capsys, "plan", *SMALL, "--gpu-hours", "500")
+    assert code == 0
+    best = facts(capsys, *SMALL)["best"]
+    tokens = format_count(best["tokens_per_second"] * 500 * 3600 / 4)
+    assert f"500 GPU-hours, 5d 5:00:00 on 4 GPUs, train {tokens} tokens, " in " ".join(said.split())
+    same = say(capsys, "plan", *SMALL, "--budget-usd", "1000", "2")[1]
+    assert f"train {tokens} tokens, " in " ".join(same.split()) and "budget" not in say(capsys, "plan", *SMALL)[1]
 
 
 @pytest.mark.slow
