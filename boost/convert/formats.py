@@ -258,19 +258,21 @@ def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _sliding_window(kind: str, content: dict[str, Any], where: str) -> int | None:
     """The window of tokens to which some block of the model attends; None: all attend to the whole context."""
-    if kind == "mistral":
-        window = content["sliding_window"]
-    elif kind not in _DEFAULTS or kind == "llama":
+    if kind not in _DEFAULTS or kind == "llama":
         return None
-    elif (types := content["layer_types"]) is not None:
-        other = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else [types]
-        if other and (other[0] != "sliding_attention" or content["sliding_window"] is None):
-            raise ConfigError(
-                f"layer_types has {other[0]!r} in {where}, which is not supported; valid value: 'full_attention'"
-            )
-        window = content["sliding_window"] if other else None
-    else:
-        window = content["sliding_window"] if content["use_sliding_window"] else None
+    window = content["sliding_window"]
+    if kind != "mistral":
+        is_used, types = content["use_sliding_window"], content["layer_types"]
+        if types is None:
+            window = window if is_used else None
+        else:  # which sets the masks, whether or not the window is used
+            window = window if is_used or kind == "smollm3" else None
+            other = [each for each in types if each != "full_attention"] if isinstance(types, list) else [types]
+            if other and (other[0] != "sliding_attention" or window is None):
+                raise ConfigError(
+                    f"layer_types has {other[0]!r} in {where}, which is not supported; valid value: 'full_attention'"
+                )
+            window = window if other else None
     if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
         raise ConfigError(f"sliding_window = {window!r} in {where} must be an integer or null")
     return window
@@ -291,17 +293,19 @@ def _nope_layers(content: dict[str, Any], where: str) -> list[int]:
 
 def _require_supported(kind: str, content: dict[str, Any], where: str) -> None:
     """Raises ConfigError for LLaMA features that our decoder does not have."""
-    kind, _ = _rope(content)
-    if kind not in ("default", "llama3"):
-        raise ConfigError(f"rope_type = {kind!r} in {where} is not supported; valid values: 'default' and 'llama3'")
+    rope_type, _ = _rope(content)
+    if rope_type not in ("default", "llama3"):
+        raise ConfigError(
+            f"rope_type = {rope_type!r} in {where} is not supported; valid values: 'default' and 'llama3'"
+        )
     for field in ("mlp_bias",) if kind in ("llama", "qwen3", "smollm3") else ("attention_bias", "mlp_bias"):
         if content.get(field):
             raise ConfigError(f"{field} = true in {where} is not supported for {kind!r}; valid value: false")
     for field in _NOT_ONE:
         if (value := content.get(field)) not in (None, 1):
             raise ConfigError(f"{field} = {value!r} in {where} is not supported; valid value: 1 (or no such field)")
-    if content.get("head_dim", 1) is None and kind == "qwen3":
-        raise ConfigError(f"head_dim = null in {where} is not valid for Qwen3; set it to the width of one head")
+    if content.get("head_dim", 1) is None and kind in ("qwen2", "qwen3", "smollm3"):
+        raise ConfigError(f"head_dim = null in {where} is not valid for {kind!r}; set it to the width of one head")
     if "boost_lowrank" in content:
         raise ConfigError(
             f"{where} belongs to a model with factors from boost.lowrank; merge them first: "

@@ -28,25 +28,36 @@ ROPES: list[Any] = [
 
 
 def write(draw: random.Random, folder: Path) -> None:
-    """A tiny LLaMA or Mistral as transformers saves it, with other files, dtypes, spellings, settings and tensors."""
+    """A tiny model of a type that is taken as transformers saves it, with other files, dtypes, spellings, settings and tensors."""
     import transformers
 
     heads = draw.choice((2, 4))
     dim = heads * draw.choice((4, 8))
     torch.manual_seed(draw.randrange(1 << 30))
-    kind = draw.choice(("Llama", "Llama", "Mistral"))
-    windows = {"sliding_window": draw.choice((None, 128, 24))} if kind == "Mistral" else {}
+    kind, layers = draw.choice(("Llama", "Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")), draw.choice((1, 2))
+    # Fields of these classes, with a value of some models, and values to change them to.
+    types = [["full_attention"] * layers, ["sliding_attention"] * layers, None]
+    windows: dict[str, tuple[Any, ...]] = {"sliding_window": (None, 24, 200)} if kind != "Llama" else {}
+    if kind in ("Qwen2", "Qwen3", "SmolLM3"):
+        windows |= {"use_sliding_window": (False, True), "layer_types": tuple(types), "max_window_layers": (0, 1, 28)}
+    if kind == "SmolLM3":
+        windows |= {"no_rope_layers": ([1, 0], [0, 0, 1], [1], None), "no_rope_layer_interval": (1, 2, 4)}
+    more = {name: draw.choice(values) for name, values in windows.items() if draw.random() < 0.3}
+    if more.get("no_rope_layers") == [1] and layers > 1:
+        del more["no_rope_layers"]
+    if kind in ("Llama", "Qwen3", "SmolLM3"):
+        more["attention_bias"] = draw.random() < 0.3
+    if kind != "SmolLM3" and (kind == "Qwen3" or draw.random() < 0.3):
+        more["head_dim"] = draw.choice((4, 6))
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=draw.choice((48, 64)), hidden_size=dim, intermediate_size=draw.choice((24, 40)),
-        num_hidden_layers=draw.choice((1, 2)), num_attention_heads=heads, num_key_value_heads=draw.choice((heads, heads // 2)),
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=draw.choice((heads, heads // 2)),
         max_position_embeddings=draw.choice((64, 128)), tie_word_embeddings=draw.random() < 0.3, initializer_range=0.4,
         rms_norm_eps=draw.choice((1e-6, 1e-3)), eos_token_id=draw.choice((2, [2, 7, 9], None)), bos_token_id=draw.choice((1, None)),
-        **windows,
+        pad_token_id=None, **more,
     )  # fmt: skip
     if draw.random() < 0.1:
         config.hidden_act = "gelu"
-    if draw.random() < 0.1 and kind == "Llama":
-        config.attention_bias = True
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(
         draw.choice((torch.float32, torch.bfloat16, torch.float16))
     )
@@ -81,9 +92,9 @@ def write(draw: random.Random, folder: Path) -> None:
     content = json.loads((folder / "config.json").read_text())
     for field, values in (
         ("rope_scaling", ROPES), ("rope_parameters", ROPES), ("rope_theta", (777.0, 20000.0)),
-        ("original_max_position_embeddings", (32,)), ("head_dim", (dim // heads, None)), ("num_key_value_heads", (None,)),
-        ("attention_dropout", (0.1,)), ("tie_word_embeddings", (True, False)),
-        *([("sliding_window", (None, 24, 200))] if kind == "Mistral" else []),
+        ("original_max_position_embeddings", (32,)), ("num_key_value_heads", (None,)), ("attention_dropout", (0.1,)),
+        ("tie_word_embeddings", (True, False)), *([] if "head_dim" in more else [("head_dim", (dim // heads, None))]),
+        *windows.items(),
     ):  # fmt: skip
         if (chance := draw.random()) < 0.25:
             content[field] = draw.choice(values)

@@ -14,8 +14,11 @@ from torch import Tensor
 
 import boost
 from boost.convert.export import export
+from boost.convert.spectrum import Truncation
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
+from boost.train.generate import generate
+from boost.train.sampling import Sampling
 from tests import references, toy
 from tests.convert.toys import (
     CASES,
@@ -74,6 +77,65 @@ def test_an_imported_llama_is_the_function_that_transformers_has(tmp_path: Path,
     tokens, _ = toy.toy_tokens(toy.toy_config())
     with torch.no_grad():
         torch.testing.assert_close(all_logits(decoder, tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.5, "pad_token_id": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+STOCK: list[tuple[str, dict[str, Any]]] = [
+    ("Mistral", {"head_dim": 12}),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+    ("Qwen3", {"head_dim": 12}),
+    ("Qwen3", {"attention_bias": True, "num_hidden_layers": 1}),
+    ("SmolLM3", {"no_rope_layer_interval": 2}),
+    ("SmolLM3", {"no_rope_layers": [0, 1, 1], "attention_bias": True}),
+]
+"""Models of other classes than LLaMA."""
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "fields"), STOCK)
+def test_models_of_other_classes_come_in_and_go_back(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """The function to 1e-5, greedy text, the bytes of all tensors, and factors of all ranks that are the whole."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **fields}))
+    for name, weight in theirs.named_parameters():
+        if name.endswith(("norm.weight", "bias")):
+            weight.add_(torch.linspace(-0.5, 0.5, weight.numel()))
+    theirs.save_pretrained(tmp_path / "theirs")
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
+    decoder, _ = loaded(tmp_path / "imported")
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    expected = theirs.eval()(tokens).logits
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(all_logits(decoder, tokens), expected, rtol=0, atol=1e-5 * largest)
+    greedy = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    text = theirs.generate(tokens[:1, :5], **greedy)[0, 5:].tolist()
+    assert list(generate(decoder, tokens[0, :5].tolist(), 9, Sampling(temperature=0))) == text
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(again).__name__ in (f"{kind}ForCausalLM", "LlamaForCausalLM")
+    torch.testing.assert_close(again(tokens).logits, expected, rtol=0, atol=1e-5 * largest)
+    bring(tmp_path / "theirs", tmp_path / "factors", how=Truncation(rank=32))
+    close = {"rtol": 0, "atol": 1e-4 * largest}
+    torch.testing.assert_close(all_logits(loaded(tmp_path / "factors")[0], tokens), expected, **close)
+    for merge in (True, False):
+        own = transformers.AutoModelForCausalLM.from_pretrained(
+            give(tmp_path / "factors", tmp_path / f"merged-{merge}", merge), trust_remote_code=True
+        )
+        assert (type(own).__name__ == "BoostForCausalLM") != merge
+        torch.testing.assert_close(own(tokens).logits, expected, **close)
+
+
+def test_a_dense_model_that_no_class_of_transformers_computes_is_not_exported(tmp_path: Path, store: Path) -> None:
+    model = {"family": "dense", "attn_bias": "qkv", "qk_norm": True}
+    with pytest.raises(ConfigError, match="have no common class for dense models in transformers"):
+        exported(tmp_path, model, store / "tokenizer.json")
+    assert not (tmp_path / "out").exists()
 
 
 LLAMA_3_ROPE = {
@@ -325,9 +387,23 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
-    ({"attention_bias": True}, "attention_bias = true"),
+    ({"attention_bias": True}, r"has no tensor 'model\.layers\.0\.self_attn\.q_proj\.bias' \(8 are missing\)"),
+    ({"attention_bias": True, "model_type": "mistral"}, "attention_bias = true .* not supported for 'mistral'"),
     ({"mlp_bias": True}, "mlp_bias = true"),
-    ({"head_dim": 16}, "head_dim = 16"),
+    ({"head_dim": 16}, r"q_proj\.weight' has shape \[32, 32\], but config.json implies \[64, 32\]"),
+    ({"head_dim": None, "model_type": "qwen3"}, "head_dim = null .* not valid for 'qwen3'"),
+    (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4},
+        "sliding_window = 4 .* has no sliding windows",
+    ),
+    (
+        {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": None},
+        "layer_types has",
+    ),
+    ({"model_type": "smollm3", "layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
+    ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers = \[1\] .* each of the 2 layers"),
+    ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5 .* valid value: 1"),
+    ({"model_type": "gemma3_text"}, "valid values: 'llama', 'mistral', 'qwen2', 'qwen3', 'smollm3' and 'cola'"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({"model_type": "mamba"}, "model_type = 'mamba'"),
     (
