@@ -1,13 +1,15 @@
-"""Draws three of the pictures in docs/pictures: `python docs/draw.py`. The output is deterministic.
+"""Draws four of the pictures in docs/pictures: `python docs/draw.py`. The output is deterministic.
 
 Rows, shards and collectives are derived from the layouts (`boost.plan.pictures`), and bytes from the collective table and the
-planner's trace of the decoder.
+planner's trace of the decoder. Step times come from the result files.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import facts
 
 from boost.config import Config, load
 from boost.plan.categories import LATENTS, RESIDUAL, WIDE
@@ -269,8 +271,66 @@ def present(saved: Sequence[tuple[str, int]]) -> list[bool]:
     return list(flags.values())
 
 
+# Step times.
+
+RESULTS = facts.ROOT / "benchmarks"
+DENSE, VANILLA, BTP = "dense (Megatron)", "low-rank, vanilla TP", "low-rank, BTP"
+LAYOUTS = {DENSE: "megatron-sp", VANILLA: "vanilla", BTP: "btp"}
+
+
+def step_times() -> dict[tuple[str, str, str], dict[str, float]]:
+    """Milliseconds per step by layout, for each (measured or predicted, hardware, what runs)."""
+    wire, column = RESULTS / "results" / "wire.md", "1756 Mbit/s, share-matched, ms"
+    rows = {**LAYOUTS, VANILLA: "vanilla, published", BTP: "btp, online"}
+    modeled = {DENSE: "full-rank s", VANILLA: "vanilla s", BTP: "BOOST s"}
+
+    def of_7b(place: int) -> dict[str, float]:
+        text = (RESULTS / "results" / "modeled.md").read_text(encoding="utf-8")
+        cells = {name: facts.cell(text, f"Step time > 7B > {heading}") for name, heading in modeled.items()}
+        return {name: 1000 * float(cell.split(" / ")[place].split()[0]) for name, cell in cells.items()}
+
+    return {
+        ("measured", "2 CPU cores, TP 2", "d 1024, network throttled"): {
+            name: float(facts.current("0", wire, f"TP 2: step > {row} > {column}").replace(",", ""))
+            for name, row in rows.items()
+        },
+        ("measured", "1 H200: one of 4 TP ranks", "7B blocks, nothing is sent"): {
+            name: float(facts.current("0.0", RESULTS / "gpu" / "h200.json", f"shares > rows > {layout} > ms"))
+            for name, layout in LAYOUTS.items()
+        },
+        ("measured by the paper", "4 A100s, TP 4", "7B"): of_7b(0),
+        ("predicted", "4 A100s, TP 4", "7B"): of_7b(1),
+    }
+
+
+def steps_picture() -> None:
+    """Draws the step times of a dense model and of a low-rank one under vanilla TP and BTP as bars."""
+    groups = step_times()
+    canvas = Canvas(
+        372,
+        "Time per training step: a dense model, and a low-rank one under two kinds of tensor parallelism",
+        "Bars in one group have the same shape, batch and hardware; groups have different scales.",
+    )
+    panel, bottom, height = (WIDTH - 2 * MARGIN) / len(groups), 275.0, 150.0
+    for index, ((kind, where, what), times) in enumerate(groups.items()):
+        left = MARGIN + index * panel
+        for bar, (name, ms) in enumerate(times.items()):
+            x, size = left + 18 + 58 * bar, height * ms / max(times.values())
+            canvas.box(x, bottom - size, 44, size, COLORS[bar], radius=2, alpha=0.5 if kind == "predicted" else 1.0)
+            words = f"{ms:.0f} ms" if ms >= 100 else f"{ms:.1f} ms"
+            canvas.text(words, x + 22, bottom - size - 7, 12, align="center", bold=name == BTP)
+        canvas.text(kind, left + 98, bottom + 20, 13, align="center", bold=True)
+        canvas.text(where, left + 98, bottom + 38, 12, MUTED, "center")
+        canvas.text(what, left + 98, bottom + 54, 12, MUTED, "center")
+    for bar, name in enumerate((DENSE, VANILLA, BTP)):
+        canvas.box(MARGIN + 18 + 230 * bar, 345, 13, 13, COLORS[bar], radius=2)
+        canvas.text(name, MARGIN + 38 + 230 * bar, 356, 13)
+    canvas.write(PICTURES / "steps.svg")
+
+
 def draw() -> None:
-    """Writes the three pictures."""
+    """Writes the four pictures."""
+    steps_picture()
     layouts_picture()
     online_norm_picture()
     recomputation_picture()

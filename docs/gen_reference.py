@@ -47,7 +47,7 @@ def configuration() -> str:
             section = first
             what = inspect.getdoc(Config.model_fields[first].annotation) or ""
             lines += ["", f"## `[{first}]`", "", escaped(paragraph(what))]
-        default = "required" if info.is_required() else f"default `{shown(info.default)}`"
+        default = "computed default (below)" if info.is_required() else f"default `{shown(info.default)}`"
         lines += ["", f"### `{key}` {{ #{key} }}", "", f"`{type_name(info)}`, {default}", ""]
         lines += [escaped(" ".join((info.description or "").split()))]
     return "\n".join(lines) + "\n"

@@ -183,6 +183,20 @@ def test_shares_of_parameters_are_those_of_the_presets() -> None:
     assert f"| `B silu(A x)` | {shares[3]} (" in page
 
 
+def test_percentages_follow_from_the_published_perplexities() -> None:
+    text = " ".join((DOCS / "worth.md").read_text(encoding="utf-8").split())
+    rows = dict(re.findall(r"\| ([^|]+?) \| (\d[\d. |-]*\d) \|", text.partition("| 60M | 130M |")[2]))
+    adamw, cola, apollo = (
+        [[float(number) for number in cell.split(" - ")] for cell in rows[name].split(" | ")]
+        for name in ("dense, AdamW", "`cola`", "dense, APOLLO")
+    )
+    against = [low[0] / number - 1 for low, numbers in zip(cola, adamw, strict=True) for number in numbers]
+    worse = [low[0] / best[0] - 1 for low, best in zip(cola, apollo, strict=True)]
+    assert f"is at best {-min(against):.1%} better and at worst {max(against):.1%} worse" in text
+    for page in (text, " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())):
+        assert f"{min(worse):.1%} to {max(worse):.1%}" in page
+
+
 COMMAND = re.compile(r"(?:\bboost|-m boost\.cli\.main) (?P<name>plan calibrate|[a-z]+)\b(?P<words>[^`#]*)")
 """A command in a line of code: the rest of the line, without a comment."""
 
@@ -233,7 +247,7 @@ def test_pictures_are_those_that_the_code_draws(docs_modules: types.SimpleNamesp
     draw.PICTURES = tmp_path
     draw.draw()
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    assert len(drawn) == 3
+    assert len(drawn) == 4
     for name, text in drawn.items():
         assert text == (DOCS / "pictures" / name).read_text(encoding="utf-8"), (
             f"python docs/draw.py writes another {name}"

@@ -62,7 +62,9 @@ def print_grid(args: argparse.Namespace, request: Request) -> int:
         out.print(Text(f"\nAll plans are {pipeline}. Differences below 5% are within the prediction error."))
     if args.svg is not None:
         drawn = [(f"{row[0].tokens:,}", [(cell.label or cell.why_none, cell.kind) for cell in row]) for row in rows]
-        title = f"Layout by tokens per step and number of GPUs: {args.model}, {request.base.model.title}"
+        title = (
+            f"Predicted fastest layout by tokens per step and number of GPUs: {args.model}, {request.base.model.title}"
+        )
         length = f"{request.base.train.seq_len:,}"
         subtitle = f"{args.gpu}, sequences of {length}: the fastest configuration {pipeline}"
         draw_grid(title, subtitle, "tokens per step", columns, drawn, args.svg)

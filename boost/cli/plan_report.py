@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from boost.cli.terminal import new_table, print_fact, print_table, result_console, searching
 from boost.config import Config, to_toml
-from boost.config.architecture import TOKENS_PER_PARAMETER, parameter_count
+from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, tags, validated
+from boost.config.recipes import TOKENS_PER_PARAMETER
 from boost.config.text import printable
 from boost.data.store import STORE_FILE, read_meta
 from boost.errors import ConfigError

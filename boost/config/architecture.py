@@ -14,8 +14,6 @@ from boost.config.families import ModelConfig
 
 IGNORED = -100
 """Target for positions that are excluded from the loss."""
-TOKENS_PER_PARAMETER = 20
-"""Tokens per parameter in a compute-optimal run (arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from boost.config.load import change, from_tree, parse_overrides, read_source
 from boost.config.schema import Config
 from boost.errors import ConfigError
 
+TOKENS_PER_PARAMETER = 20
+"""Tokens per parameter in a compute-optimal run (arXiv 2203.15556)."""
+
 
 @dataclass(frozen=True)
 class Corpus:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from boost.config import Config
-from boost.config.architecture import TOKENS_PER_PARAMETER, parameter_count
+from boost.config.architecture import parameter_count
+from boost.config.recipes import TOKENS_PER_PARAMETER
 from boost.config.schema import BF16_WEIGHTS_COST
 from boost.config.text import print_error, printable, printable_text
 from boost.data.fit import open_corpus
