@@ -235,6 +235,19 @@ def test_presets_of_the_issue_exist() -> None:
     assert paper | recipes | {"demo"} <= set(presets())
 
 
+PUBLISHED = {
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824,
+    "smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384, "mistral-7b": 7_248_023_552, "llama3-8b": 8_030_261_248,
+}  # fmt: skip
+"""Parameters in the published weights."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_of_published_weights_have_their_size(name: str) -> None:
+    assert parameter_count(load(name).model) == PUBLISHED[name]
+
+
 def test_loro_recipes_are_the_published_scripts() -> None:
     """scripts/loro_c4 of repository mzf666/LORO-main: learning rate, K, warm-up, delay, steps; parameters as in its log and
     paper."""
