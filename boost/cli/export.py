@@ -16,8 +16,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "export",
         help="write a checkpoint as a Hugging Face folder",
         description="Writes a folder that transformers loads with AutoModelForCausalLM.from_pretrained: weights, configuration,\n"
-        "tokenizer and a model card. dense, and svd with merged factors, become a stock LlamaForCausalLM. cola uses the\n"
-        "official CoLA format, and all other models use our own format; both include a modeling file\n"
+        "tokenizer and a model card. dense, and svd with merged factors, become a stock class (Llama, Qwen2, Qwen3,\n"
+        "SmolLM3). cola uses the official CoLA format, and all other models use our own format; both include a modeling file\n"
         "(trust_remote_code=True).",
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"
