@@ -98,7 +98,7 @@ def folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for module in (argparse, ast, textwrap):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         (texts / f"{module.__name__}.txt").write_text(text, encoding="utf-8")
-    for name, tied in (("llama", False), ("chat", False), ("tied", True)):
+    for name, tied in (("llama", True), ("chat", False)):
         llama_of(store, tmp_path / "models" / name, tie_word_embeddings=tied)
     (tmp_path / "models" / "chat" / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def main"}\n')

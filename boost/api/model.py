@@ -79,7 +79,7 @@ class Model(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, untie: bool = False, **options: Any) -> "Model":
-        """Loads a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
+        """Loads a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (as `boost import`).
 
         `untie`: load tied parameters, such as the embedding and the head, as separate tensors. `options`: arguments of
         `boost.nn.Spec`, such as mesh and layout, which determine each process's shards. dtype defaults to that of the weights;

@@ -16,9 +16,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "export",
         help="write a checkpoint as a Hugging Face folder",
         description="Writes a folder that transformers loads with AutoModelForCausalLM.from_pretrained: weights, configuration,\n"
-        "tokenizer and a model card. dense, and svd with merged factors, become a stock LlamaForCausalLM. cola with one\n"
-        "rank, plain RoPE and no grouped-query attention uses the official CoLA format, and all other models use our own\n"
-        "format; both include a modeling file (trust_remote_code=True).",
+        "tokenizer and a model card. dense, and svd with merged factors, become a stock class (Llama, Qwen2, Qwen3,\n"
+        "SmolLM3). cola with one rank, plain RoPE and no grouped-query attention uses the official CoLA format, and all other\n"
+        "models use our own format; both include a modeling file (trust_remote_code=True).",
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"
         "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"

@@ -14,9 +14,10 @@ from boost.errors import ConfigError
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "import",
-        help="convert LLaMA or CoLA weights to a checkpoint",
-        description="Converts a Hugging Face folder with safetensors weights (stock LLaMA, the official CoLA class, or the output\n"
-        "of 'boost export') to a checkpoint at step 0, for 'boost eval', 'generate' and 'train --start-from'.\n"
+        help="convert weights from transformers to a checkpoint",
+        description="Converts a Hugging Face folder with safetensors weights (Llama, Mistral, Qwen2, Qwen3, SmolLM3, the official\n"
+        "CoLA class, or the output of 'boost export') to a checkpoint at step 0, for 'boost eval', 'generate' and\n"
+        "'train --start-from'.\n"
         "--rank, --energy and --budget factorize the linears of a dense model, from a folder or a checkpoint, into an svd\n"
         "model, and report the error of each linear. --budget and --calibrate choose directions by their cost on\n"
         "calibration text; --rank and --energy truncate the SVD.",

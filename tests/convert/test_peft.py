@@ -12,9 +12,9 @@ from tests.convert.toys import CASES, all_logits, bring, cases, exported, loaded
 
 pytestmark = pytest.mark.slow
 
-OF_OTHERS = ("svd-merged", "svd", "cola", "lax-dense")
+OF_OTHERS = ("svd-merged", "svd", "cola", "lax-dense", "qwen2", "smollm3")
 """Modules that the others have; run nightly."""
-FAMILIES = cases(("dense", "cola-ranks", "lax-identity", "lax-tensor", *OF_OTHERS), OF_OTHERS)
+FAMILIES = cases(("dense", "cola-ranks", "cola-heads", "qwen3", "lax-identity", "lax-tensor", *OF_OTHERS), OF_OTHERS)
 
 
 def load(folder: Path) -> Any:
