@@ -20,6 +20,7 @@
 #                 (about 2.9 hours; keep the machine idle; resumes after an interruption; `python -m benchmarks evaluation --list`
 #                 shows what is left)
 #   make report   rebuild the report from existing results
+#   make release  build the sdist and the wheel, install the wheel in a fresh environment, and walk the pages' commands there
 
 PYTHON ?= python3
 SOFTGPU ?= .softgpu
@@ -46,7 +47,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly versions image softgpu test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
+.PHONY: release setup train test quick nightly versions image softgpu test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
 
 setup: $(READY)
 
@@ -168,6 +169,9 @@ report: setup
 	$(BIN)/python -m benchmarks modeled
 	$(BIN)/python -m benchmarks record
 	$(BIN)/python -m benchmarks report
+
+release:
+	PYTHON=$(PYTHON) TORCH=$(TORCH) CPU_INDEX=$(CPU_INDEX) .ci/release
 
 clean:
 	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache
