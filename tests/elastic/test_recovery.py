@@ -42,7 +42,7 @@ MESHES = {
     "dp2": ("--parallel.tp", "1", "--parallel.dp", "2"),
     "dp4": ("--parallel.tp", "1", "--parallel.dp", "4"),
     "dp2-tp2": ("--parallel.tp", "2", "--parallel.dp", "2"),
-    "pp2-dp2": ("--parallel.tp", "1", "--parallel.dp", "2", "--parallel.pp", "2"),
+    "pp2-dp2": ("--parallel.tp", "1", "--parallel.dp", "2", "--parallel.pp", "2", "--model.tied", "true"),
     "dp2-cp2": ("--parallel.tp", "1", "--parallel.dp", "2", "--parallel.cp", "2", "--parallel.layout", "btp-cp"),
 }
 ONE_PROCESS = [f"--parallel.{axis}=1" for axis in ("tp", "dp", "pp", "cp")]

@@ -29,7 +29,7 @@ from tests.nn.plain import Loss, batch, summed
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "dense": {"family": "dense"},
+    "dense": {"family": "dense", "tied": True},
     "cola": {"family": "cola", "rank": 8},
     "lax": {"family": "lax", "rank": 8, "gate": "tensor"},
 }

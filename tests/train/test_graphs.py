@@ -78,12 +78,15 @@ OPTIONS = {
     "dtype": ("float32", "bfloat16"),
     "recompute": ("none", "full-block"),
     "reduce_dtype": ("param_dtype", "bfloat16"),
+    "tied": (False, True),
 }
 
 
 def config_of(row: dict[str, Any]) -> Config:
     parallel, train = {**row["layout"], **row["axis"]}, {name: row[name] for name in ("recompute", "reduce_dtype")}
-    return toy.toy_config(row["dtype"], model={"family": family_of(parallel)}, parallel=parallel, train=train)
+    return toy.toy_config(
+        row["dtype"], model={"family": family_of(parallel), "tied": row["tied"]}, parallel=parallel, train=train
+    )
 
 
 def legal(row: dict[str, Any]) -> bool:
