@@ -16,6 +16,7 @@ from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
 from boost.nn.plain import stored_parameters
 from boost.nn.weights import storage
 
+KINDS = Decoder, Block, LowRankAttention, LowRankMLP
 Sharded = TypeVar("Sharded", bound=nn.Module)
 
 
@@ -36,7 +37,7 @@ def parallelize(
     Frozen parameters stay frozen, and shared ones stay shared. Raises ConfigError if the layout cannot shard these sizes over the
     mesh, or shards shared parameters differently, or if the module has more than weights, such as hooks or adapters.
     """
-    if not isinstance(model, Decoder | Block | LowRankAttention | LowRankMLP):
+    if not isinstance(model, KINDS):
         raise ConfigError(
             f"model is a {type(model).__name__}; only boost.nn's Decoder, Block, LowRankAttention and LowRankMLP can be sharded: "
             "build your model from them, or use boost.nn.functional"
@@ -49,12 +50,9 @@ def parallelize(
     given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype}
     sizes = spec.model.model_copy(update={"tied": isinstance(model, Decoder) and model.is_tied})
     over = spec_of(sizes, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
-    sharded: Any
-    if isinstance(model, Decoder):
-        sharded = Decoder(over, initialized=False)
-    else:
-        kind = next(kind for kind in (Block, LowRankAttention, LowRankMLP) if isinstance(model, kind))
-        sharded = kind(over, model.attn.layer if isinstance(model, Block) else model.layer)
+    kind: Any = next(kind for kind in KINDS if isinstance(model, kind))
+    layer = model.attn.layer if isinstance(model, Block) else getattr(model, "layer", None)
+    sharded: Any = kind(over, initialized=False) if layer is None else kind(over, layer)
     whole = stored_parameters(model, sharded, is_copy=True)
     fill(sharded, lambda parameter: whole[parameter.name])
     restore(sharded, traits_of(whole))
@@ -66,8 +64,7 @@ def parallelize(
 
 def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
     """The `Spec` for a [model] section; `options` are the other arguments of `Spec`."""
-    fields = {name: value for name, value in model.model_dump(exclude_none=True).items() if name != "family"}
-    return Spec(family=model.family, **{**fields, **options})
+    return Spec(**{**model.model_dump(exclude_none=True), **options})
 
 
 @torch.no_grad()
