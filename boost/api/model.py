@@ -59,6 +59,7 @@ class Model(nn.Module):
         super().__init__()
         self.decoder, self.config = decoder, config
         self._data, self._tokenizer_json = dict(data or {}), tokenizer
+        self._context = int(self._data.get("context") or config.train.seq_len)
 
     @classmethod
     def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None, **options: Any) -> "Model":
@@ -167,8 +168,7 @@ class Model(nn.Module):
             new.append(token)
             if on_token is not None:
                 on_token(token)
-        context = int(self._data.get("context") or self.config.train.seq_len)
-        if warning := beyond_context(len(ids) + len(new), context):
+        if warning := beyond_context(len(ids) + len(new), self._context):
             warnings.warn(warning, stacklevel=2)
         return continuation(self.tokenizer, ids, new) if is_text else new
 
@@ -193,8 +193,7 @@ class Model(nn.Module):
                 texts = [("tokenizer.json", self._tokenizer_json)] if self._tokenizer_json else []
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
                 data[TRAITS] = traits
-                context = int(self._data.get("context") or self.config.train.seq_len)
-                sections = weights_config(sizes, dtype_name(next(iter(named.values())).dtype), context)
+                sections = weights_config(sizes, dtype_name(next(iter(named.values())).dtype), self._context)
                 finish_weights(temporary, path.resolve(), sections, data, texts)
         self._barrier()
         return path
@@ -230,9 +229,8 @@ class Model(nn.Module):
 
     def _barrier(self) -> None:
         """Waits for the other ranks, so that none reads a file before rank 0 has written it."""
-        if (mesh := self._mesh) is not None:
-            for dim in range(mesh.ndim):
-                dist.barrier(group=mesh.get_group(dim))
+        for group in () if self._mesh is None else self._mesh.get_all_groups():
+            dist.barrier(group=group)
 
 
 def _common_checkpoint(path: Path, mesh: DeviceMesh | dist.ProcessGroup | None) -> Path:

@@ -1,7 +1,7 @@
 """`parallelize`: shards modules of `boost.nn` over TP ranks."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,9 +45,8 @@ def parallelize(
     spec = model.spec
     if spec.tp.size > 1:
         raise ConfigError(f"model is already sharded over {spec.tp.size} TP ranks; pass the unsharded module")
-    options = {"recompute": spec.recompute, **options}
     first = next(model.parameters())
-    given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype}
+    given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype, "recompute": spec.recompute}
     sizes = spec.model.model_copy(update={"tied": isinstance(model, Decoder) and model.is_tied})
     over = spec_of(sizes, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
     kind: Any = next(kind for kind in KINDS if isinstance(model, kind))
@@ -58,8 +57,7 @@ def parallelize(
     restore(sharded, traits_of(whole))
     for path, module in sharded.named_modules():
         module.training = model.get_submodule(path).training
-    result: Sharded = sharded
-    return result
+    return cast(Sharded, sharded)
 
 
 def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:

@@ -28,13 +28,10 @@ SAVED = "boost_lowrank"
 _PEFT = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
 """peft's base classes of modules that hold an adapter or a trained copy, recognized without importing it."""
 
-Rank = int | float
-"""An integer rank, or a fraction of each linear's smaller width."""
-
 
 def lowrank(
     module: nn.Module,
-    rank: Rank | Mapping[str, Rank] = 0.25,
+    rank: int | float | Mapping[str, int | float] = 0.25,
     *,
     init: str = "svd",
     activation: str = "none",
@@ -183,8 +180,8 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
             _replace(model, place, linear, rank, "random", saved.get("activation", "none"))
 
     loader = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
-    safe = {"use_safetensors": True, "trust_remote_code": False}
-    model = loader.from_pretrained(path, **{**options, **safe})  # type: ignore[attr-defined]
+    options |= {"use_safetensors": True, "trust_remote_code": False}
+    model = loader.from_pretrained(path, **options)  # type: ignore[attr-defined]
     model.__class__ = base
     return model
 

@@ -106,9 +106,8 @@ class Decoder(decoder.Decoder):
     @property
     def compute_dtype(self) -> torch.dtype:  # type: ignore[override]
         """Dtype of activations: autocast's in its context, else the spec's or, if it has none, that of the weights."""
-        if dtype := self._autocast_dtype or self.spec.compute_dtype:
-            return dtype
-        return cast(torch.dtype, getattr(self.embedding, "weight", self.norm.weight).dtype)
+        weight: Tensor = getattr(self.embedding, "weight", self.norm.weight)
+        return self._autocast_dtype or self.spec.compute_dtype or weight.dtype
 
     def forward(  # type: ignore[override]
         self,
@@ -184,7 +183,6 @@ class Decoder(decoder.Decoder):
             if isinstance(gradient := parameter.grad, DTensor) and isinstance(parameter, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # a no-op if nothing is partial
 
-    @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name in a checkpoint, unsharded tensor) for every parameter. Collective under TP and FSDP2: all ranks must
         iterate. Raises ConfigError if weights alone do not tell what this module computes, such as with adapters."""

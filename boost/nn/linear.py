@@ -135,10 +135,9 @@ class LowRankLinear(nn.Module):
                 what = attached(part) or (None if floating else "is quantized")
             if what:
                 raise ConfigError(f"{name} {what}; merge the adapter first (merge_and_unload), or remove it")
-        weight = self.A.weight
-        made = nn.Linear(self.in_features, self.out_features, False, device=weight.device, dtype=weight.dtype)
-        made.weight.copy_(self.B.weight.double() @ weight.double())
-        made.weight.requires_grad_(weight.requires_grad or self.B.weight.requires_grad)
+        a, b = self.A.weight, self.B.weight
+        made = nn.Linear(self.in_features, self.out_features, False, device="meta")
+        made.weight = nn.Parameter((b.double() @ a.double()).to(a.dtype), a.requires_grad or b.requires_grad)
         made.bias = copy.deepcopy(self.B.bias)
         return made.train(self.training)
 

@@ -68,9 +68,8 @@ class Spec:
         if isinstance(mesh, DeviceMesh) and self.tp.size > 1:
             self.tp_mesh = mesh["tp"] if mesh.ndim > 1 else mesh
         elif self.tp.group is not None:
-            self.tp_mesh = DeviceMesh.from_group(
-                self.tp.group, "cuda" if "nccl" in dist.get_backend(self.tp.group) else "cpu"
-            )
+            kind = "cuda" if "nccl" in dist.get_backend(self.tp.group) else "cpu"
+            self.tp_mesh = DeviceMesh.from_group(self.tp.group, kind)
         self.seed = seed
         self.dtype = dtype or torch.get_default_dtype()
         self.compute_dtype = compute_dtype

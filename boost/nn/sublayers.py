@@ -202,9 +202,9 @@ class Sublayer(FusedModule):
             add_norm(self, spec, Parameter(f"layers.{layer}.{self.name}_norm", (self.model.dim,), "norm"))
             groups = architecture.groups(self.model, layer)
             self.groups = self._add_linears(groups[self.index]), self._add_linears(groups[self.index + 1])
-        self.taken = sum(group.taken for group in self.groups)
-        """Number of tensors of the previous block's latents that this sublayer uses."""
-        finish(self, _alone)
+        if _alone:
+            initialize(self, self.spec.seed)  # type: ignore[arg-type]
+            shard_weights(self, self.spec)
 
     def _add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
         """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
@@ -321,13 +321,6 @@ def run_alone(module: "Sublayer | Block", forward: Callable[..., Any], x: Tensor
     return once_differentiable(after.reshape(x.shape).to(x.dtype))
 
 
-def finish(module: "Sublayer | Block", alone: bool) -> None:
-    """Initializes and shards the weights of a module if it is not part of a larger one (`alone`)."""
-    if alone:
-        initialize(module, module.spec.seed)  # type: ignore[arg-type]
-        shard_weights(module, module.spec)
-
-
 class LowRankAttention(Sublayer):
     """x + o(attention(q, k, v)), where q, k, v are projections of RMSNorm(x): grouped-query attention, with rotary embeddings
     except in the blocks of nope_layers.
@@ -369,7 +362,9 @@ class Block(TransformerBlock):
         self.attn = LowRankAttention(self.spec, layer, _alone=False)
         self.mlp = LowRankMLP(self.spec, layer, _alone=False)
         self.recompute(POLICIES[self.spec.recompute])
-        finish(self, _alone)
+        if _alone:
+            initialize(self, self.spec.seed)  # type: ignore[arg-type]
+            shard_weights(self, self.spec)
 
     @property
     def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
@@ -390,7 +385,7 @@ class Block(TransformerBlock):
             if layout.halves:
                 name = f"layers.{self.layer_index}.{kind.name}"
                 raise ConfigError(f"{name} {what}: overlap = 'halves' does not call it; attach it to the block")
-            before = [Stream(flow.x, flow.take(sublayer.taken))]
+            before = [Stream(flow.x, flow.take(sum(group.taken for group in sublayer.groups)))]
             made = sublayer(*_tensors(layout, before, [context]), run=(layout, [context]))
             ((flow.x, latents),) = _streams(made, 1)
             flow.latents += latents
