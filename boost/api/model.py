@@ -1,12 +1,13 @@
 """`Model`: a language model with its tokenizer, from a preset, a checkpoint, or a Hugging Face folder."""
 
 import contextlib
+import functools
 import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class Model(nn.Module):
         super().__init__()
         self.decoder, self.config = decoder, config
         self._data, self._tokenizer_json = dict(data or {}), tokenizer
-        self._tokenizer: Any = None
+        self._context = int(self._data.get("context") or config.train.seq_len)
 
     @classmethod
     def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None, **options: Any) -> "Model":
@@ -115,10 +116,7 @@ class Model(nn.Module):
             return value
 
         fill(decoder, read)
-        vocabulary = None
-        if weights.tokenizer is not None:
-            folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
-            vocabulary = read_vocabulary(weights.tokenizer, folder)
+        vocabulary = read_vocabulary(weights.tokenizer) if weights.tokenizer is not None else None
         nonfinite = [f"{len(broken)} tensors have NaN or infinite values, such as {broken[0]}"] if broken else []
         for note in (*weights.notes, *nonfinite, *beyond_embedding(vocabulary, weights.model)):
             warnings.warn(note, stacklevel=3)
@@ -126,18 +124,15 @@ class Model(nn.Module):
         config = weights_config(weights.model.model_dump(), dtype_name(dtype), weights.context)
         return cls(decoder, config, data, vocabulary.json if vocabulary else "")
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer`; None for a new model."""
-        if self._tokenizer is None and self._tokenizer_json:
-            self._tokenizer = parse_tokenizer(self._tokenizer_json)
-        return self._tokenizer
+        return parse_tokenizer(self._tokenizer_json) if self._tokenizer_json else None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *rest: Any, **options: Any) -> Tensor:
         """Returns logits [B, S, V] for tokens [B, S], or, with targets, the mean loss in nats per token. Takes all arguments of
         `boost.nn.Decoder.forward`."""
-        result: Tensor = self.decoder(tokens, targets, *rest, **options)
-        return result
+        return cast(Tensor, self.decoder(tokens, targets, *rest, **options))
 
     def generate(
         self,
@@ -173,8 +168,7 @@ class Model(nn.Module):
             new.append(token)
             if on_token is not None:
                 on_token(token)
-        context = int(self._data.get("context") or self.config.train.seq_len)
-        if warning := beyond_context(len(ids) + len(new), context):
+        if warning := beyond_context(len(ids) + len(new), self._context):
             warnings.warn(warning, stacklevel=2)
         return continuation(self.tokenizer, ids, new) if is_text else new
 
@@ -199,8 +193,7 @@ class Model(nn.Module):
                 texts = [("tokenizer.json", self._tokenizer_json)] if self._tokenizer_json else []
                 data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
                 data[TRAITS] = traits
-                context = int(self._data.get("context") or self.config.train.seq_len)
-                sections = weights_config(sizes, dtype_name(next(iter(named.values())).dtype), context)
+                sections = weights_config(sizes, dtype_name(next(iter(named.values())).dtype), self._context)
                 finish_weights(temporary, path.resolve(), sections, data, texts)
         self._barrier()
         return path
@@ -236,9 +229,8 @@ class Model(nn.Module):
 
     def _barrier(self) -> None:
         """Waits for the other ranks, so that none reads a file before rank 0 has written it."""
-        if (mesh := self._mesh) is not None:
-            for dim in range(mesh.ndim):
-                dist.barrier(group=mesh.get_group(dim))
+        for group in () if self._mesh is None else self._mesh.get_all_groups():
+            dist.barrier(group=group)
 
 
 def _common_checkpoint(path: Path, mesh: DeviceMesh | dist.ProcessGroup | None) -> Path:

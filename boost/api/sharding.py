@@ -1,7 +1,7 @@
 """`parallelize`: shards modules of `boost.nn` over TP ranks."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
 from boost.nn.plain import stored_parameters
 from boost.nn.weights import storage
 
+KINDS = Decoder, Block, LowRankAttention, LowRankMLP
 Sharded = TypeVar("Sharded", bound=nn.Module)
 
 
@@ -36,7 +37,7 @@ def parallelize(
     Frozen parameters stay frozen, and shared ones stay shared. Raises ConfigError if the layout cannot shard these sizes over the
     mesh, or shards shared parameters differently, or if the module has more than weights, such as hooks or adapters.
     """
-    if not isinstance(model, Decoder | Block | LowRankAttention | LowRankMLP):
+    if not isinstance(model, KINDS):
         raise ConfigError(
             f"model is a {type(model).__name__}; only boost.nn's Decoder, Block, LowRankAttention and LowRankMLP can be sharded: "
             "build your model from them, or use boost.nn.functional"
@@ -44,30 +45,24 @@ def parallelize(
     spec = model.spec
     if spec.tp.size > 1:
         raise ConfigError(f"model is already sharded over {spec.tp.size} TP ranks; pass the unsharded module")
-    options = {"recompute": spec.recompute, **options}
     first = next(model.parameters())
-    given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype}
+    given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype, "recompute": spec.recompute}
     sizes = spec.model.model_copy(update={"tied": isinstance(model, Decoder) and model.is_tied})
     over = spec_of(sizes, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
-    sharded: Any
-    if isinstance(model, Decoder):
-        sharded = Decoder(over, initialized=False)
-    else:
-        kind = next(kind for kind in (Block, LowRankAttention, LowRankMLP) if isinstance(model, kind))
-        sharded = kind(over, model.attn.layer if isinstance(model, Block) else model.layer)
+    kind: Any = next(kind for kind in KINDS if isinstance(model, kind))
+    layer = model.attn.layer if isinstance(model, Block) else getattr(model, "layer", None)
+    sharded: Any = kind(over, initialized=False) if layer is None else kind(over, layer)
     whole = stored_parameters(model, sharded, is_copy=True)
     fill(sharded, lambda parameter: whole[parameter.name])
     restore(sharded, traits_of(whole))
     for path, module in sharded.named_modules():
         module.training = model.get_submodule(path).training
-    result: Sharded = sharded
-    return result
+    return cast(Sharded, sharded)
 
 
 def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
     """The `Spec` for a [model] section; `options` are the other arguments of `Spec`."""
-    fields = {name: value for name, value in model.model_dump(exclude_none=True).items() if name != "family"}
-    return Spec(family=model.family, **{**fields, **options})
+    return Spec(**{**model.model_dump(exclude_none=True), **options})
 
 
 @torch.no_grad()

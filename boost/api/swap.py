@@ -28,13 +28,10 @@ SAVED = "boost_lowrank"
 _PEFT = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
 """peft's base classes of modules that hold an adapter or a trained copy, recognized without importing it."""
 
-Rank = int | float
-"""An integer rank, or a fraction of each linear's smaller width."""
-
 
 def lowrank(
     module: nn.Module,
-    rank: Rank | Mapping[str, Rank] = 0.25,
+    rank: int | float | Mapping[str, int | float] = 0.25,
     *,
     init: str = "svd",
     activation: str = "none",
@@ -98,8 +95,9 @@ def lowrank(
             why = f"no pattern in rank matches a linear, such as {linears[0][0]!r}"
         elif any(_matches(name, included) for name in ranks_of(module)):
             why = "the matching linears are already factorized"
-        place = type(module).__name__
-        raise ConfigError(f"rank = {rank}, include = {included}: nothing to replace in {place}, because {why}")
+        raise ConfigError(
+            f"rank = {rank}, include = {included}: nothing to replace in {type(module).__name__}, because {why}"
+        )
     if unused:
         raise ConfigError(f"rank: pattern {unused[0]!r} matches no linear that is left to it; fix or remove it")
     for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
@@ -182,8 +180,8 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
             _replace(model, place, linear, rank, "random", saved.get("activation", "none"))
 
     loader = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
-    safe = {"use_safetensors": True, "trust_remote_code": False}
-    model = loader.from_pretrained(path, **{**options, **safe})  # type: ignore[attr-defined]
+    options |= {"use_safetensors": True, "trust_remote_code": False}
+    model = loader.from_pretrained(path, **options)  # type: ignore[attr-defined]
     model.__class__ = base
     return model
 
@@ -217,19 +215,15 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
     # Factors are not factored again, and torch's attention reads the weight of its linear directly.
     kept = (LowRankLinear, nn.MultiheadAttention)
     inside = tuple(f"{name}." for name, part in modules.items() if isinstance(part, kept))
-    linears = [
-        name for name, part in modules.items() if isinstance(part, nn.Linear | LowRankLinear) or _is_linear(part)
-    ]
-    for what, patterns, names in (("include", include, linears), ("exclude", exclude, list(modules))):
+    linears = {name: part for name, part in modules.items() if _is_linear(part)}
+    others = [name for name, part in modules.items() if isinstance(part, nn.Linear | LowRankLinear)]
+    for what, patterns, names in (("include", include, [*linears, *others]), ("exclude", exclude, list(modules))):
         unused = [pattern for pattern in patterns if not any(_matches(name, (pattern,)) for name in names)]
         # If no pattern of include matches, the caller says more.
         if unused and (what == "exclude" or len(unused) < len(patterns)):
             raise ConfigError(f"{what}: pattern {unused[0]!r} matches no linear; fix or remove it")
-    for name in linears:
-        linear = modules[name]
+    for name, linear in linears.items():
         if not name or name.startswith(inside) or not _matches(name, include) or _matches(name, exclude):
-            continue
-        if not _is_linear(linear):
             continue
         if outer := next((outer for outer in adapted if name.startswith(f"{outer}.")), ""):
             raise ConfigError(
@@ -268,9 +262,7 @@ def _is_linear(module: nn.Module) -> bool:
         return True
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point() or module.weight.is_meta:
         return False
-    x = torch.eye(
-        2, module.in_features, device=module.weight.device, dtype=module.weight.dtype
-    )  # consumes no random numbers
+    x = torch.eye(2, module.in_features).to(module.weight)  # consumes no random numbers
     try:
         return torch.allclose(module(x), F.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-3)
     except Exception:  # a subclass with another signature or other shapes

@@ -175,7 +175,7 @@ def _convert(
         raise ConfigError(f"--tokenizer = '{tokenizer}' does not exist; pass a tokenizer.json or its folder")
     vocabulary = None
     if (path := tokenizer or weights.tokenizer) is not None:
-        vocabulary = read_vocabulary(path, path if path.is_dir() else path.parent)
+        vocabulary = read_vocabulary(path)
     notes = [*weights.notes, *beyond_embedding(vocabulary, weights.model)]
     stored = weights.dtype
     if stored not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -51,8 +51,9 @@ class Vocabulary:
     """Other settings, if the folder has them: `tokenizer` (special tokens), `chat_templates`."""
 
 
-def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
-    """Reads a tokenizer.json or its folder; `folder` may contain a tokenizer_config.json. Raises ConfigError, DataError."""
+def read_vocabulary(path: Path) -> Vocabulary:
+    """Reads a tokenizer.json or its folder, which may contain a tokenizer_config.json. Raises ConfigError, DataError."""
+    folder = path if path.is_dir() else path.parent
     config = read_json(folder / "tokenizer_config.json", "fix or remove it")
     templates = _templates(folder, config)
     tokenizer = load_tokenizer(path.resolve())

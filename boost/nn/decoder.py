@@ -4,12 +4,14 @@ Legend: B sequences, S tokens per sequence, V vocabulary size.
 """
 
 import copy
+import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from boost.config import architecture
 from boost.config.architecture import IGNORED
@@ -24,7 +26,7 @@ from boost.models.init import initialize
 from boost.nn.plain import EMBEDDING, call, difference, is_read, stored_parameters
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.sublayers import Block, add_norm, as_spec, uninitialized_linear
-from boost.nn.weights import local_weight, no_sync, once_differentiable, shard_weights, whole_weight
+from boost.nn.weights import local_weight, once_differentiable, shard_weights, whole_weight
 
 
 class Decoder(decoder.Decoder):
@@ -55,8 +57,7 @@ class Decoder(decoder.Decoder):
         """Number of sequences; generation packs them into one."""
         table, head = architecture.embedding(spec.model), architecture.head(spec.model)
         with spec.allocation():
-            rows = torch.empty(spec.local_shape(table))
-            self.embedding = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows)
+            self.embedding = nn.Embedding.from_pretrained(torch.empty(spec.local_shape(table)), freeze=False)
             self.describe_child("embedding.weight", table, spec.layout)
             self.layers = nn.ModuleList(Block(spec, n, _alone=False) for n in range(spec.model.layers))
             add_norm(self, spec, architecture.final_norm(spec.model))
@@ -100,15 +101,13 @@ class Decoder(decoder.Decoder):
         what = difference(module, kind, **options)
         if is_read(what and f"{name} {what}", self.spec.tp.size):
             return local_weight(module)
-        batch = self._batch
-        return lambda x: call(module, x.unflatten(0, (batch, -1))).flatten(0, 1)
+        return functools.partial(call, module, batch=self._batch)
 
     @property
     def compute_dtype(self) -> torch.dtype:  # type: ignore[override]
         """Dtype of activations: autocast's in its context, else the spec's or, if it has none, that of the weights."""
-        if dtype := self._autocast_dtype or self.spec.compute_dtype:
-            return dtype
-        return cast(torch.dtype, getattr(self.embedding, "weight", self.norm.weight).dtype)
+        weight: Tensor = getattr(self.embedding, "weight", self.norm.weight)
+        return self._autocast_dtype or self.spec.compute_dtype or weight.dtype
 
     def forward(  # type: ignore[override]
         self,
@@ -167,12 +166,23 @@ class Decoder(decoder.Decoder):
             )
         return super()._parts(tokens_BS, document_ids_BS, received, halves)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backward passes in this context do not sum partial gradients over TP; leaving it sums them once. For gradient
-        accumulation, use it for all micro-batches in a step except the last. If the block raises, gradients are discarded."""
-        return no_sync(self, self._sums)
+        accumulation, use it for all micro-batches in a step except the last. If the block raises, gradients are discarded,
+        because other ranks may not reach a collective."""
+        before, self._sums.is_deferred = self._sums.is_deferred, True
+        try:
+            yield
+        except BaseException:
+            self.zero_grad()
+            raise
+        finally:
+            self._sums.is_deferred = before
+        for parameter in self.parameters() if not before else ():
+            if isinstance(gradient := parameter.grad, DTensor) and isinstance(parameter, DTensor):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # a no-op if nothing is partial
 
-    @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name in a checkpoint, unsharded tensor) for every parameter. Collective under TP and FSDP2: all ranks must
         iterate. Raises ConfigError if weights alone do not tell what this module computes, such as with adapters."""

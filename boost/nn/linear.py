@@ -1,5 +1,7 @@
 """`LowRankLinear`: a linear layer made of two factors, for use in any model."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -114,9 +116,7 @@ class LowRankLinear(nn.Module):
             made.B.weight.copy_(factors.b_OR)
         for factor in (made.A, made.B):
             factor.weight.requires_grad_(weight.requires_grad)
-        if linear.bias is not None:
-            made.B.bias.copy_(linear.bias)
-            made.B.bias.requires_grad_(linear.bias.requires_grad)
+        made.B.bias = copy.deepcopy(linear.bias)
         return made.train(linear.training)
 
     @torch.no_grad()
@@ -135,16 +135,10 @@ class LowRankLinear(nn.Module):
                 what = attached(part) or (None if floating else "is quantized")
             if what:
                 raise ConfigError(f"{name} {what}; merge the adapter first (merge_and_unload), or remove it")
-        weight = self.A.weight
-        bias = self.B.bias
-        made = nn.Linear(
-            self.in_features, self.out_features, bias is not None, device=weight.device, dtype=weight.dtype
-        )
-        made.weight.copy_(self.B.weight.double() @ weight.double())
-        made.weight.requires_grad_(weight.requires_grad or self.B.weight.requires_grad)
-        if bias is not None:
-            made.bias.copy_(bias)
-            made.bias.requires_grad_(bias.requires_grad)
+        a, b = self.A.weight, self.B.weight
+        made = nn.Linear(self.in_features, self.out_features, False, device="meta")
+        made.weight = nn.Parameter((b.double() @ a.double()).to(a.dtype), a.requires_grad or b.requires_grad)
+        made.bias = copy.deepcopy(self.B.bias)
         return made.train(self.training)
 
     def extra_repr(self) -> str:

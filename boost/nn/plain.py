@@ -17,7 +17,7 @@ from boost.config.architecture import IGNORED
 from boost.errors import ConfigError
 from boost.layouts.single.runtime import Single
 from boost.models.fused import fused_params
-from boost.models.group import Flow
+from boost.models.group import Flow, LinearGroup
 from boost.models.interface import NOTHING_IN_FLIGHT, Teaching
 from boost.models.kernels import statistic_dtype
 
@@ -80,16 +80,16 @@ def is_read(what: str | None, tp: int) -> bool:
     return True
 
 
-def call(module: nn.Module, x: Tensor) -> Tensor:
-    """Calls a module on tokens, or on activations, whose dtype its weights need not have."""
+def call(module: nn.Module, x: Tensor, batch: int) -> Tensor:
+    """Calls a module on tokens [T], or on activations [T, D], whose dtype its weights need not have, as [B, S, ...]."""
     narrow = x.dtype in (torch.bfloat16, torch.float16)
     with torch.autocast(x.device.type, x.dtype if narrow else None, enabled=narrow):
-        y: Tensor = module(x)
+        y: Tensor = module(x.unflatten(0, (batch, -1))).flatten(0, 1)
     return y.to(x.dtype) if x.is_floating_point() else y
 
 
 class OneProcess(Single):
-    """`single`, in which a function may stand for the weight of the embedding, of the final norm and of the head."""
+    """`single`, in which a function may stand for the weight of the embedding, of a norm and of the head."""
 
     def embed(self, flow: Flow, table: Any, dtype: torch.dtype) -> Iterable[None]:
         if isinstance(table, Tensor):
@@ -99,6 +99,9 @@ class OneProcess(Single):
 
     def norm(self, x_TD: Tensor, gamma: Any) -> Tensor:
         return super().norm(x_TD, gamma) if isinstance(gamma, Tensor) else gamma(x_TD)
+
+    def norm_and_inner(self, x_TD: Tensor, gamma: Any, group: LinearGroup) -> list[Tensor]:
+        return group.inner(self.norm(x_TD, gamma))
 
     def loss(self, normed_TD: Tensor, head: Any, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
         if isinstance(head, Tensor):

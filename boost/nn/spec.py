@@ -68,9 +68,8 @@ class Spec:
         if isinstance(mesh, DeviceMesh) and self.tp.size > 1:
             self.tp_mesh = mesh["tp"] if mesh.ndim > 1 else mesh
         elif self.tp.group is not None:
-            self.tp_mesh = DeviceMesh.from_group(
-                self.tp.group, "cuda" if "nccl" in dist.get_backend(self.tp.group) else "cpu"
-            )
+            kind = "cuda" if "nccl" in dist.get_backend(self.tp.group) else "cpu"
+            self.tp_mesh = DeviceMesh.from_group(self.tp.group, kind)
         self.seed = seed
         self.dtype = dtype or torch.get_default_dtype()
         self.compute_dtype = compute_dtype
@@ -132,14 +131,12 @@ def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
     if mesh is None:
         return Axis()
     if isinstance(mesh, DeviceMesh):
-        if mesh.ndim > 1:
-            names = mesh.mesh_dim_names or ()
-            if "tp" not in names:
-                raise ConfigError(
-                    f"mesh has dimensions {names}, but none is named 'tp'; name the TP dimension 'tp', or pass only that one"
-                )
-            mesh = mesh["tp"]
-        mesh = mesh.get_group()
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim > 1 and "tp" not in names:
+            raise ConfigError(
+                f"mesh has dimensions {names}, but none is named 'tp'; name the TP dimension 'tp', or pass only that one"
+            )
+        mesh = mesh.get_group("tp" if mesh.ndim > 1 else None)
     size = dist.get_world_size(mesh)
     return Axis(dist.get_rank(mesh), size, mesh) if size > 1 else Axis()
 
@@ -149,9 +146,7 @@ def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) ->
     names = {name for name, _ in ParallelConfig.keys()}  # noqa: SIM118  a method of the class
     parallel = {name: value for name, value in fields.items() if name in names}
     model = {"family": family, **{name: value for name, value in fields.items() if name not in names}}
-    if fixed := sorted(
-        parallel.keys() & {"tp", "pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split"}
-    ):
+    if fixed := sorted(parallel.keys() & ParallelConfig.model_fields.keys() - {"overlap", "grouping"}):
         raise ConfigError(f"{fixed[0]} = {parallel[fixed[0]]!r} does not apply to a module; pass the TP ranks as mesh")
     if isinstance(dim := model.get("dim"), int) and "ffn_dim" not in model:
         model["ffn_dim"] = -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE

@@ -5,6 +5,7 @@ The mathematics is the same as in `boost.models`, but the linears in a group are
 Legend: B sequences, S tokens per sequence, T = B * S, D width of the residual stream held here: dim, or dim / p if it is sharded.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.errors import ConfigError
-from boost.models.attention import Context, Heads, attend, make_context, split_heads
+from boost.models.attention import Context, Heads, make_context
 from boost.models.block import TransformerBlock, attention, interleave, mlp
 from boost.models.fused import FusedModule, Sharding
-from boost.models.group import NO_RECOMPUTE, Flow, Latents, LinearGroup, Stream
+from boost.models.group import NO_RECOMPUTE, Flow, LinearGroup, Stream
 from boost.models.init import initialize
-from boost.models.interface import NOTHING_IN_FLIGHT, Layout
-from boost.models.kernels import gated_product, gemms, rotary
+from boost.models.interface import Layout
+from boost.models.kernels import gemms
 from boost.models.latent_gate import LatentGate
 from boost.nn.linear import LowRankLinear
 from boost.nn.plain import call, difference, is_read
@@ -81,93 +82,102 @@ class SeparateLinears(LinearGroup):
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
         """`owner` has the linears as child modules q_proj, k_proj, ..., and the latent gate."""
-        self._owner, self._names = owner, [child_name(slot) for slot in shape.slots]
+        self._owner, self.names = owner, [f"{slot.name.partition('.')[2]}_proj" for slot in shape.slots]
         self._gate = f"{shape.name}_gate"
         self.describe(spec.model, shape, layer, spec.layout)
         self.heads = SeparateHeads(owner, spec, layer)
+        self._norms = ("q_norm", "k_norm") if shape.name == "qkv" and self.heads.has_norms else ()
 
     @property
     def bias(self) -> Tensor:  # type: ignore[override]
-        return local_weight(self.outer_modules[0], "bias")
+        return local_weight(self.modules("B" if self.low_rank else "W")[0], "bias")
 
     @property
     def latent_gate(self) -> LatentGate | None:  # type: ignore[override]
         return cast(LatentGate | None, self._owner._modules.get(self._gate))
 
-    @property
-    def linears(self) -> list[nn.Module]:
-        """The linears, one per slot."""
-        modules = self._owner._modules
-        return [cast(nn.Module, modules[name]) for name in self._names]
-
-    @property
-    def inner_modules(self) -> list[nn.Module]:
-        """Factors A, one per slot."""
-        return [cast(LowRankLinear, linear).A for linear in self.linears]
-
-    @property
-    def outer_modules(self) -> list[nn.Module]:
-        """Factors B, or whole linears in a dense group, one per slot."""
-        return [cast(LowRankLinear, linear).B for linear in self.linears] if self.low_rank else self.linears
+    def modules(self, kind: str) -> list[Any]:
+        """The linears ("W"), or their factors "A" or "B", one per slot; or the norms of heads ("norm"), for q and k if any."""
+        modules = [self._owner._modules[name] for name in (self._norms if kind == "norm" else self.names)]
+        return [cast(nn.Module, linear)._modules[kind] for linear in modules] if kind in ("A", "B") else modules
 
     @property
     def A(self) -> Tensor:  # type: ignore[override]
-        weights = [local_weight(module) for module in self.inner_modules]
+        weights = [local_weight(module) for module in self.modules("A")]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     @property
     def ranks_here(self) -> Sequence[int]:
-        return [cast(nn.Linear, module).out_features for module in self.inner_modules]
+        return [module.out_features for module in self.modules("A")]
 
     def weights(self) -> list[Tensor]:
-        weights = [local_weight(module) for module in self.outer_modules]
+        weights = [local_weight(module) for module in self.modules("B" if self.low_rank else "W")]
         return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
 
     def inner(self, x_TI: Tensor) -> list[Tensor]:
         if self.low_rank and self.is_one_tensor and not torch.is_grad_enabled():
             # During generation, concatenating the A factors for each token would take longer than multiplying by them.
-            return [gemms([(x_TI, local_weight(module).to(x_TI.dtype).t()) for module in self.inner_modules])]
+            return [gemms([(x_TI, local_weight(module).to(x_TI.dtype).t()) for module in self.modules("A")])]
         return super().inner(x_TI)
 
-    def changed(self) -> str | None:
-        """The first module that is not plain, with the difference; None: all are plain."""
-        for slot, name, linear in zip(self.shape.slots, self._names, self.linears, strict=True):
-            if what := self._linear_changed(linear, slot):
+    def changed(self, inside: bool = True) -> str | None:
+        """The first module that is not plain, with the difference; None: all are plain. `inside` includes factors, the norms of
+        heads and the gate."""
+        for slot, name, linear in zip(self.shape.slots, self.names, self.modules("W"), strict=True):
+            if self.low_rank:
+                what = difference(linear, LowRankLinear, activation="silu" if self.silu else "none")
+            else:
+                what = difference(linear, nn.Linear, biased=slot.bias)
+            if what:
                 return f"{name} {what}"
-            for factor in "AB" if self.low_rank else "":
+            for factor in "AB" if self.low_rank and inside else "":
                 biased = factor == "B" and slot.bias
                 if what := difference(cast(nn.Module, linear._modules[factor]), nn.Linear, biased=biased):
                     return f"{name}.{factor} {what}"
-        for name in ("q_norm", "k_norm") if self.shape.name == "qkv" and self.heads.has_norms else ():
-            if what := difference(cast(nn.Module, self._owner._modules[name]), nn.RMSNorm, eps=self.heads.eps):
+        for name, norm in zip(self._norms, self.modules("norm"), strict=True) if inside else ():
+            if what := difference(norm, nn.RMSNorm, eps=self.heads.eps):
                 return f"{name} {what}"
-        what = None if self.latent_gate is None else difference(self.latent_gate, Gate)
+        what = difference(self.latent_gate, Gate) if self.latent_gate is not None and inside else None
         return what and f"{self._gate} {what}"
 
-    def _linear_changed(self, linear: nn.Module, slot: architecture.Slot) -> str | None:
+
+class CalledLinears(SeparateLinears):
+    """A group of linears on one process that are called, as in any PyTorch model, and the norms of their heads. If latents pass
+    between blocks, which no linear as a whole knows, A, the latent gate and B are called; else whole linears, as if they were
+    dense. Linears add their biases."""
+
+    def __init__(self, group: SeparateLinears, batch: int) -> None:
+        """Raises ConfigError if a whole linear is not plain, but other blocks use its latents."""
+        by_factors = group.feeds_next or group.latent_gate is not None
+        if by_factors and (what := group.changed(inside=False)):
+            raise ConfigError(f"{what}, but other blocks use its latents; change its factors A or B instead")
+        heads = Heads()
+        heads.__dict__ = {**group.heads.__dict__, "has_biases": False, "has_norms": False}
+        changes = {"low_rank": by_factors, "saves_latents_only": False, "adds_bias": False, "heads": heads}
+        self.__dict__ = {**group.__dict__, **changes}
+        self._batch = batch
+
+    def inner(self, x_TI: Tensor) -> list[Tensor]:
         if not self.low_rank:
-            return difference(linear, nn.Linear, biased=slot.bias)
-        return difference(linear, LowRankLinear, activation="silu" if self.silu else "none")
+            return super().inner(x_TI)
+        latents = [call(module, x_TI, self._batch) for module in self.modules("A")]
+        return [torch.cat(latents, dim=-1)] if self.is_one_tensor else latents
 
-    def call(self, x_BSI: Tensor, prev: Latents) -> tuple[list[Tensor], Latents]:
-        """Calls the linears: (one [B, S, O] per slot, latents for the next block). If latents pass between blocks, which no linear
-        as a whole knows, calls A, the latent gate and B."""
-        if not self.feeds_next and self.latent_gate is None:
-            return [call(linear, x_BSI) for linear in self.linears], ()
-        for slot, name, linear in zip(self.shape.slots, self._names, self.linears, strict=True):
-            if what := self._linear_changed(linear, slot):
-                raise ConfigError(f"{name} {what}, but other blocks use its latents; change its factors A or B instead")
-        latents = [call(module, x_BSI).flatten(0, 1) for module in self.inner_modules]
-        widths = [u.shape[-1] for u in latents]
-        h, new = self.activate([torch.cat(latents, dim=-1)] if self.is_one_tensor else latents, prev)
-        parts = h[0].split(widths, dim=-1) if self.is_one_tensor else h
-        slots = zip(self.outer_modules, parts, strict=True)
-        return [call(module, part.view(*x_BSI.shape[:2], -1)) for module, part in slots], new
+    def project(self, h: Sequence[Tensor]) -> list[Tensor]:
+        return self._outputs("B", h[0].split(list(self.shape.ranks), dim=-1) if self.is_one_tensor else h)
+
+    def dense(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self._outputs("W", [inputs[0]] * len(self.names))
+
+    def _outputs(self, kind: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+        y = [call(module, x, self._batch) for module, x in zip(self.modules(kind), inputs, strict=True)]
+        for slot, norm in enumerate(self.modules("norm")):
+            y[slot] = call(norm, y[slot].unflatten(-1, (-1, self.head_dim)), self._batch).flatten(1)
+        return y
 
 
-def child_name(slot: architecture.Slot) -> str:
-    """Name of a slot's child module, such as q_proj for attn.q."""
-    return f"{slot.name.partition('.')[2]}_proj"
+Groups = tuple[LinearGroup, LinearGroup]
+"""The groups of a sublayer: into attention or the MLP, and out of it."""
 
 
 class Sublayer(FusedModule):
@@ -178,10 +188,8 @@ class Sublayer(FusedModule):
     """Name of this sublayer in a block."""
     index: int
     """Its first group of linears among those of a block."""
-    run_fused: Callable[[Layout, Flow, Context], Iterator[None]]
-    """`run`, with the weights of plain modules."""
-    call_modules: Callable[[Tensor, Latents, Context], tuple[Tensor, Latents]]
-    """`run` on one process, with calls of all modules, as in any PyTorch model: [B, S, D] -> (x, latents for the next block)."""
+    run_groups: Callable[..., Iterator[None]]
+    """`run`, given the norm (its weight, or a function) and the groups of linears."""
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
         """Built from a `Spec` or sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError if they are invalid."""
@@ -194,22 +202,21 @@ class Sublayer(FusedModule):
             add_norm(self, spec, Parameter(f"layers.{layer}.{self.name}_norm", (self.model.dim,), "norm"))
             groups = architecture.groups(self.model, layer)
             self.groups = self._add_linears(groups[self.index]), self._add_linears(groups[self.index + 1])
-        self.taken = sum(group.taken for group in self.groups)
-        """Number of tensors of the previous block's latents that this sublayer uses."""
-        finish(self, _alone)
+        if _alone:
+            initialize(self, self.spec.seed)  # type: ignore[arg-type]
+            shard_weights(self, self.spec)
 
     def _add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
         """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
         prefix, factors = f"layers.{self.layer}", "AB" if self.model.low_rank else "W"
         parameters = zip(*(shape.parameters(prefix, factor) for factor in factors), strict=True)
-        for slot, stored in zip(shape.slots, parameters, strict=True):
-            name, linears = child_name(slot), [uninitialized_linear(self.spec, each) for each in stored]
+        group = SeparateLinears(self, self.spec, self.layer, shape)
+        for name, stored in zip(group.names, parameters, strict=True):
+            linears = [uninitialized_linear(self.spec, each) for each in stored]
             self.add_module(name, linears[0])
             if self.model.low_rank:
-                # A rank may exceed a shard's width, which `LowRankLinear.__init__` would reject.
-                linear = LowRankLinear.__new__(LowRankLinear)
-                nn.Module.__init__(linear)
-                linear.activation = self.model.latent_act
+                # Of no size yet: a rank may exceed a shard's width, which `LowRankLinear.__init__` would reject.
+                linear = LowRankLinear(1, 1, 1, activation=self.model.latent_act, device="meta")
                 linear.A, linear.B = linears
                 self.add_module(name, linear)
             for factor, parameter in zip(factors, stored, strict=True):
@@ -225,7 +232,6 @@ class Sublayer(FusedModule):
             self.describe_child(f"{path}.bias", parameter, self.layout)
         if architecture.has_latent_gate(self.model, self.layer):
             self.add_module(f"{shape.name}_gate", Gate(self.model, shape, prefix, self.layout))
-        group = SeparateLinears(self, self.spec, self.layer, shape)
         group.recompute(NO_RECOMPUTE)
         return group
 
@@ -248,12 +254,10 @@ class Sublayer(FusedModule):
         what = difference(cast(nn.Module, self._modules["norm"]), nn.RMSNorm, eps=self.model.norm_eps)
         what = f"norm {what}" if what else self.groups[0].changed() or self.groups[1].changed()
         if is_read(what and f"layers.{self.layer}.{self.name}.{what}", self.spec.tp.size):
-            return self.run_fused(layout, flow, context)
-        x_BSD, prev = flow.x.view(context.batch, -1, self.model.dim), flow.take(self.taken)
-        x_BSD, latents = self.groups[0].policy.local(self.call_modules, x_BSD, prev, context)
-        flow.x = x_BSD.flatten(0, 1)
-        flow.latents += latents
-        return NOTHING_IN_FLIGHT
+            return self.run_groups(layout, flow, context, local_weight(self.norm), self.groups)
+        norm = functools.partial(call, self.norm, batch=context.batch)
+        first, second = (CalledLinears(group, context.batch) for group in self.groups)
+        return self.run_groups(layout, flow, context, norm, (first, second))
 
 
 Run = tuple[Layout, Sequence[Context]]
@@ -317,13 +321,6 @@ def run_alone(module: "Sublayer | Block", forward: Callable[..., Any], x: Tensor
     return once_differentiable(after.reshape(x.shape).to(x.dtype))
 
 
-def finish(module: "Sublayer | Block", alone: bool) -> None:
-    """Initializes and shards the weights of a module if it is not part of a larger one (`alone`)."""
-    if alone:
-        initialize(module, module.spec.seed)  # type: ignore[arg-type]
-        shard_weights(module, module.spec)
-
-
 class LowRankAttention(Sublayer):
     """x + o(attention(q, k, v)), where q, k, v are projections of RMSNorm(x): grouped-query attention, with rotary embeddings
     except in the blocks of nope_layers.
@@ -336,21 +333,9 @@ class LowRankAttention(Sublayer):
     q_norm: nn.RMSNorm
     k_norm: nn.RMSNorm
 
-    def run_fused(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
+    def run_groups(self, layout: Layout, flow: Flow, context: Context, norm: Any, groups: Groups) -> Iterator[None]:
         cache = context.caches[self.layer] if context.caches else None
-        return attention(layout, flow, context, local_weight(self.norm), *self.groups, cache)
-
-    def call_modules(self, x_BSD: Tensor, prev: Latents, context: Context) -> tuple[Tensor, Latents]:
-        qkv, o = self.groups
-        projected, latents = qkv.call(call(self.norm, x_BSD), prev[: qkv.taken])
-        q, k, v = split_heads(projected, self.model.head_dim, context.batch)
-        if qkv.heads.has_norms:
-            q, k = call(self.q_norm, q), call(self.k_norm, k)
-        if qkv.heads.has_rope:
-            q, k = rotary(q, k, context.cos, context.sin)
-        attended, _ = attend(q, k, v, context, context.caches[self.layer] if context.caches else None)
-        (update,), more = o.call(attended.view(*x_BSD.shape[:2], -1), prev[qkv.taken :])
-        return x_BSD + update, latents + more
+        return attention(layout, flow, context, norm, *groups, cache)
 
 
 class LowRankMLP(Sublayer):
@@ -361,14 +346,8 @@ class LowRankMLP(Sublayer):
 
     name, index = "mlp", 2
 
-    def run_fused(self, layout: Layout, flow: Flow, context: Context) -> Iterator[None]:
-        return mlp(layout, flow, local_weight(self.norm), *self.groups, self.model.mlp_silu)
-
-    def call_modules(self, x_BSD: Tensor, prev: Latents, context: Context) -> tuple[Tensor, Latents]:
-        gate_up, down = self.groups
-        (gate, up), latents = gate_up.call(call(self.norm, x_BSD), prev[: gate_up.taken])
-        (update,), more = down.call(gated_product(gate, up, self.model.mlp_silu), prev[gate_up.taken :])
-        return x_BSD + update, latents + more
+    def run_groups(self, layout: Layout, flow: Flow, context: Context, norm: Any, groups: Groups) -> Iterator[None]:
+        return mlp(layout, flow, norm, *groups, self.model.mlp_silu)
 
 
 class Block(TransformerBlock):
@@ -383,7 +362,9 @@ class Block(TransformerBlock):
         self.attn = LowRankAttention(self.spec, layer, _alone=False)
         self.mlp = LowRankMLP(self.spec, layer, _alone=False)
         self.recompute(POLICIES[self.spec.recompute])
-        finish(self, _alone)
+        if _alone:
+            initialize(self, self.spec.seed)  # type: ignore[arg-type]
+            shard_weights(self, self.spec)
 
     @property
     def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
@@ -404,7 +385,7 @@ class Block(TransformerBlock):
             if layout.halves:
                 name = f"layers.{self.layer_index}.{kind.name}"
                 raise ConfigError(f"{name} {what}: overlap = 'halves' does not call it; attach it to the block")
-            before = [Stream(flow.x, flow.take(sublayer.taken))]
+            before = [Stream(flow.x, flow.take(sum(group.taken for group in sublayer.groups)))]
             made = sublayer(*_tensors(layout, before, [context]), run=(layout, [context]))
             ((flow.x, latents),) = _streams(made, 1)
             flow.latents += latents

@@ -4,8 +4,6 @@
 would be silently wrong: each rank would clip by the norm of its own shards and save only those.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,33 +48,11 @@ class GradientSums:
         return collectives.sum_backward(weight.to_local(grad_placements=[Replicate()]), self._axis)
 
 
-@contextlib.contextmanager
-def no_sync(module: nn.Module, sums: GradientSums | None) -> Iterator[None]:
-    """Backward passes in this block do not sum partial gradients; leaving it sums them once. If the block raises, the
-    gradients of the module are discarded, because other ranks may not reach a collective."""
-    before = sums is None or sums.is_deferred
-    if sums:
-        sums.is_deferred = True
-    try:
-        yield
-    except BaseException:
-        module.zero_grad()
-        raise
-    finally:
-        if sums:
-            sums.is_deferred = before
-    if not before:
-        for parameter in module.parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)  # a no-op if nothing is partial
-
-
-def shard_weights(module: nn.Module, spec: Spec) -> GradientSums | None:
-    """Turns a module's weights, each a shard, into DTensors over TP. Returns the `GradientSums` they use; None with one rank."""
-    if spec.tp_mesh is None:
-        return None
+def shard_weights(module: nn.Module, spec: Spec) -> GradientSums:
+    """Turns a module's weights, each a shard, into DTensors over TP. Returns the `GradientSums` they use."""
     sums = GradientSums(spec.tp)
+    if spec.tp_mesh is None:
+        return sums
     for fused in [child for child in module.modules() if isinstance(child, FusedModule)]:
         for attribute, placement in fused.placements.items():
             path, _, name = attribute.rpartition(".")

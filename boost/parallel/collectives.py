@@ -150,7 +150,7 @@ class LastExchange:
 
 
 last_exchanges: dict[str, LastExchange] = {}
-"""Latest exchange by group name."""
+"""Latest exchange by group name; under "graph", the latest replay of a CUDA graph."""
 
 _NOT_RECORDED = contextlib.nullcontext()
 

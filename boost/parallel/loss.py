@@ -35,7 +35,7 @@ def logit_gradient(
     logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
 ) -> Tensor:
     """Gradient of the cross-entropy with respect to the logits, in their dtype: softmax - onehot, or 0 if not `counted`. May
-    overwrite the logits."""
+    overwrite the logits, which a product writes to `out`: selective checkpointing saves other products, and forbids overwriting."""
     d_NV = logits_NV.to(logsumexp_N.dtype).sub_(logsumexp_N.unsqueeze(-1)).exp_()
     d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(d_NV.dtype).unsqueeze(-1))
     return d_NV.mul_(counted_N.unsqueeze(-1)).to(logits_NV.dtype)
@@ -73,7 +73,6 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=acc_dtype, device=x_TD.device)
         for rows in chunks(x_TD.shape[0], w_VD.shape[0]):
             x_ND, targets_N = x_TD[rows], targets_T[rows]
-            # With `out`, selective checkpointing that saves products saves no logits, which `logit_gradient` may overwrite.
             logits_NV = gemm(x_ND, w_VD.t(), out=x_ND.new_empty(x_ND.shape[0], w_VD.shape[0]))
             local_N = (targets_N - first).clamp(0, w_VD.shape[0] - 1)
             mine_N = (targets_N >= first) & (targets_N < first + w_VD.shape[0])

@@ -166,7 +166,7 @@ def check(folder: Path, seed: int) -> str:
         assert plain.counts["forged"] > forged or special.isdisjoint(ids), (seed, kind, text)
         assert not special.isdisjoint(expected) or ids == expected, (seed, kind, text)
     try:
-        vocabulary = read_vocabulary(folder, folder)
+        vocabulary = read_vocabulary(folder)
     except DataError as problem:
         return "refused" if re.search("supports at most one|adds token", str(problem)) else f"seed {seed}: {problem}"
     exported = folder / "exported"
@@ -180,7 +180,7 @@ def check(folder: Path, seed: int) -> str:
     for text in texts:
         start = [] if vocabulary.start is None else [vocabulary.start]
         assert again(text)["input_ids"] == start + ours.encode(text, add_special_tokens=False).ids, (seed, kind, text)
-    back = read_vocabulary(exported, exported)
+    back = read_vocabulary(exported)
     assert (back.fingerprint, back.start) == (vocabulary.fingerprint, vocabulary.start), (seed, kind)
     return "equal"
 

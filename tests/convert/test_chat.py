@@ -154,7 +154,7 @@ def test_a_folder_saved_again_keeps_its_tokenizer(family: str, start: int | None
     tokenizer.save_pretrained(tmp_path / "saved")
     back = bring(tmp_path / "saved", tmp_path / "imported")
     assert open_checkpoint(back).require_tokenizer() == fingerprint
-    assert read_vocabulary(tmp_path / "saved", tmp_path / "saved").fingerprint == fingerprint
+    assert read_vocabulary(tmp_path / "saved").fingerprint == fingerprint
     data = open_checkpoint(back).data
     assert (data["eos"], data["bos"]) == (0, start)
     last = give(back, tmp_path / "last")

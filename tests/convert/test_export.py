@@ -248,7 +248,7 @@ def test_a_prompt_is_encoded_as_generate_does(kind: str, family: str, tmp_path: 
     assert (theirs.eos_token_id, theirs.bos_token_id) == (eos, eos if start is None else start)
     # The checkpoint's own is as it was, and is what the folder is recognized by when it comes back.
     assert (path / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
-    back = read_vocabulary(tmp_path / "out", tmp_path / "out")
+    back = read_vocabulary(tmp_path / "out")
     assert back.start == start
     assert back.fingerprint == tokenizer_fingerprint(load_tokenizer(tmp_path / "tokenizer.json"))
 

@@ -20,6 +20,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dense": {"family": "dense"},
     "cola": {"family": "cola", "rank": 8},
     "lax": {"family": "lax", "rank": 8, "gate": "tensor"},
+    "dense-heads": {"family": "dense", "attn_bias": "qkvo", "qk_norm": True},
+    "cola-heads": {"family": "cola", "rank": 8, "attn_bias": "qkvo", "qk_norm": True},
+    "lax-heads": {"family": "lax", "rank": 8, "gate": "tensor", "attn_bias": "qkvo", "qk_norm": True},
 }
 SHAPE = references.Shape(8, 2, 1e-6, 1e4)
 
@@ -29,11 +32,11 @@ def make(family: str, **more: Any) -> boost.nn.Decoder:
 
 
 class Factors(nn.Module):
-    """B act(A x)."""
+    """B act(A x), plus a bias if B has one."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int, activation: str) -> None:
+    def __init__(self, inputs: int, outputs: int, rank: int, activation: str, bias: bool) -> None:
         super().__init__()
-        self.A, self.B = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+        self.A, self.B = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias)
         self.activation = activation
 
     def act(self, u: Tensor) -> Tensor:
@@ -76,9 +79,11 @@ class Sublayer(nn.Module):
         self.lax, self.layer = fields["family"] == "lax", layer
         for group, slots, shapes in groups:
             for slot, (inputs, outputs) in zip(slots.split(), shapes, strict=True):
-                linear = nn.Linear(inputs, outputs, bias=False)
-                rank = fields.get("rank")
-                self.add_module(f"{slot}_proj", Factors(inputs, outputs, rank, "silu") if rank else linear)
+                rank, bias = fields.get("rank"), "attn_bias" in fields and group in ("qkv", "o")
+                linear = Factors(inputs, outputs, rank, "silu", bias) if rank else nn.Linear(inputs, outputs, bias)
+                self.add_module(f"{slot}_proj", linear)
+            if "qk_norm" in fields and group == "qkv":
+                self.q_norm, self.k_norm = nn.RMSNorm(4, eps=1e-6), nn.RMSNorm(4, eps=1e-6)
             if self.lax and layer:
                 self.add_module(f"{group}_gate", Gate(slots, fields["rank"]))
 
@@ -104,6 +109,9 @@ class Attention(Sublayer):
     def forward(self, x: Tensor, *prev: Tensor, documents: Tensor | None = None) -> Any:
         before = prev or (None, None)
         (q, k, v), first = self.project(self.norm(x), "qkv", "q k v", before[0])
+        if hasattr(self, "q_norm"):
+            heads = self.q_norm(q.unflatten(-1, (-1, 4))), self.k_norm(k.unflatten(-1, (-1, 4)))
+            q, k = (y.flatten(-2) for y in heads)
         (update,), second = self.project(references.attention(q, k, v, SHAPE, documents), "o", "o", before[1])
         return self.result(x + update, first, second)
 

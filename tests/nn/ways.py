@@ -223,6 +223,7 @@ def compiled(model: Any) -> Any:
 FACTORS = (f"{Q}.A", f"{Q}.B", f"{OUT}.A", f"{UP}.B")
 LINEARS = (Q, OUT, UP)
 STREAMS = ("layers.1", "layers.0", "layers.1.attn", "layers.0.mlp")
+HEADS = ("layers.1.attn.q_norm", "layers.0.attn.k_norm")
 ENDS = ("embedding", "layers.1.attn.norm", "norm", "lm_head")
 HOOKS = {"forward": forward_hook, "pre": pre_hook, "backward": backward_hook, "backward pre": backward_pre_hook}
 
@@ -292,7 +293,13 @@ REPLACED: dict[str, Way] = {
 
 
 def ways(family: str) -> dict[str, Way]:
-    """Every way for a model of this family."""
+    """Every way for a model of this family; for one with biases and norms of heads, those that concern them."""
+    if family.endswith("-heads"):
+        factors = (Q, OUT) if family.startswith("dense") else (f"{Q}.B", f"{OUT}.B")
+        made = {"as it is": MODEL["as it is"], **hooks((*HEADS, Q, OUT, *factors))}
+        made |= {f"LayerNorm {path}": partial(put, path, lambda _: nn.LayerNorm(4).double()) for path in HEADS}
+        made |= {f"no bias {path}": partial(put, path, partial(linear, False)) for path in factors}
+        return {**made, **{f"LoRA on {path}": partial(lora, [path.partition("attn.")[2]], {}) for path in factors}}
     made = {**MODEL, **WRAPPERS, **REPLACED, **hooks((*STREAMS, *ENDS))}
     if family == "dense":
         linears = ["q_proj", "o_proj", "up_proj"]
