@@ -9,7 +9,7 @@ Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -45,10 +45,10 @@ class Batch:
         return Batch(tokens, targets, self.document_ids)
 
 
-def join(batches: Iterable[Batch], how: Callable[..., npt.NDArray[Any]] = np.concatenate) -> Batch:
-    """Concatenates micro-batches along the batch dimension; or, with `np.stack`, stacks rows into a batch."""
+def join(batches: Iterable[Batch]) -> Batch:
+    """Concatenates micro-batches along the batch dimension."""
     rows = [(batch.tokens, batch.targets, batch.document_ids) for batch in batches]
-    tokens, targets, document_ids = (how(column) for column in zip(*rows, strict=True))
+    tokens, targets, document_ids = (np.concatenate(column) for column in zip(*rows, strict=True))
     return Batch(tokens, targets, document_ids)
 
 
@@ -168,12 +168,14 @@ class Batches:
     Trailing tokens that do not fill a window are dropped. Raises `DataError` if a store has no full window.
     """
 
-    def __init__(self, split: AnySplit, seq_len: int, global_batch: int, seed: int) -> None:
+    def __init__(self, split: AnySplit, seq_len: int, global_batch: int, seed: int, documents: bool = True) -> None:
+        """`documents`: False leaves the document ids 0, for runs that do not isolate documents."""
         if seq_len < 1 or global_batch < 1:
             raise ConfigError(f"train.seq_len = {seq_len}, global batch = {global_batch}: both must be at least 1")
         if not 0 <= seed < 1 << 32:
             raise ConfigError(f"seed = {seed} must be between 0 and {(1 << 32) - 1}")
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
+        self._documents = documents
         self.splits = [split] if isinstance(split, Split) else list(split.parts)
         self._windows = [_windows(part, seq_len) for part in self.splits]
         self.samples_of = [len(windows) for windows in self._windows]
@@ -197,13 +199,13 @@ class Batches:
         so the samples in a step depend neither on the number of ranks nor on the micro-batch size."""
         indices = self.sample_indices(step)
         for number in numbers:
-            chosen = indices[number * micro_batch : (number + 1) * micro_batch]
-            yield join((self.sample(int(index)) for index in chosen), np.stack)
+            yield self.samples(indices[number * micro_batch : (number + 1) * micro_batch].tolist())
 
-    def sample(self, index: int) -> Batch:
-        """The sample with this index, as a batch without the row axis: arrays [S]."""
-        source = bisect.bisect_right(self._first, index) - 1
-        return _row(self.splits[source], self._windows[source][index - self._first[source]], self.seq_len)
+    def samples(self, indices: Sequence[int]) -> Batch:
+        """The samples with these indices, one per row."""
+        sources = [bisect.bisect_right(self._first, index) - 1 for index in indices]
+        rows = [(self.splits[i], self._windows[i][n - self._first[i]]) for i, n in zip(sources, indices, strict=True)]
+        return _rows(rows, self.seq_len, self._documents)
 
 
 def _windows(split: Split, seq_len: int) -> EqualWindows | PackedWindows:
@@ -255,7 +257,7 @@ class EvaluationBatches:
             samples = [
                 self._windows[i * len(self._windows) // self._selected] if i < self._selected else () for i in numbers
             ]
-            yield join((_row(self._split, segments, self._seq_len) for segments in samples), np.stack)
+            yield _rows([(self._split, segments) for segments in samples], self._seq_len)
 
 
 class DocumentBatches:
@@ -298,22 +300,27 @@ class DocumentBatches:
             yield Batch(tokens, targets, np.zeros((self._batch, self._seq_len), dtype=np.int32))
 
 
-def _row(split: Split, segments: Sequence[Segment], seq_len: int) -> Batch:
-    """The row [S] for a sample, padded with a separate document."""
-    tokens = np.full(seq_len, split.eos, dtype=np.int64)
-    targets = np.full(seq_len, IGNORED, dtype=np.int64)
-    ids = np.zeros(seq_len, dtype=np.int32)
-    at, document = 0, 0
-    for number, segment in enumerate(segments, start=1):
-        window, end = split.window(segment.start, segment.n_inputs + 1), at + segment.n_inputs
-        tokens[at:end], targets[at:end] = window[:-1], window[1:]
-        if split.targets is not None:
-            targets[at:end][~split.targets.counted(segment.start + 1, segment.n_inputs)] = IGNORED
-        ids[at:end] = document + split.document_ids(segment.start, segment.n_inputs)
-        document = ids[end - 1] + 1
-        if number < len(segments):
-            tokens[end], ids[end] = window[-1], ids[end - 1]
-            end += 1
-        at = end
-    ids[at:] = document
-    return Batch(tokens, targets, ids)
+def _rows(rows: Sequence[tuple[Split, Sequence[Segment]]], seq_len: int, documents: bool = True) -> Batch:
+    """The rows [S] of samples, each padded with a separate document. `documents`: see `Batches`."""
+    batch = Batch(
+        np.empty((len(rows), seq_len), dtype=np.int64),
+        np.empty((len(rows), seq_len), dtype=np.int64),
+        np.zeros((len(rows), seq_len), dtype=np.int32),
+    )
+    each = zip(rows, batch.tokens, batch.targets, batch.document_ids, strict=True)
+    for (split, segments), tokens, targets, ids in each:
+        at, document = 0, 0
+        for number, segment in enumerate(segments, start=1):
+            window, end = split.window(segment.start, segment.n_inputs + 1), at + segment.n_inputs
+            tokens[at:end], targets[at:end] = window[:-1], window[1:]
+            if split.targets is not None:
+                targets[at:end][~split.targets.counted(segment.start + 1, segment.n_inputs)] = IGNORED
+            if documents:
+                ids[at:end] = document + split.document_ids(segment.start, segment.n_inputs)
+                document = ids[end - 1] + 1
+            if number < len(segments):
+                tokens[end], targets[end], ids[end] = window[-1], IGNORED, ids[end - 1]
+                end += 1
+            at = end
+        tokens[at:], targets[at:], ids[at:] = split.eos, IGNORED, document
+    return batch

@@ -36,6 +36,7 @@ SPLITS = ("train", "heldout")
 STORE_FILE, REPORT_FILE, TOKENIZER_FILE = "store.json", "report.json", "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")
 _CHUNK = 1 << 22
+_LANDMARK = 1 << 10
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -127,10 +128,15 @@ class Split:
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int32]:
         """Document index of each of `length` positions from `start`, relative to the window's first document; int32 [length]."""
         self._check(start, length)
-        first = bisect.bisect_right(self.documents, start)
-        last = bisect.bisect_left(self.documents, start + length)
-        begins = np.asarray(self.documents[first:last]) - start
+        first, last = np.searchsorted(self._landmarks, (start, start + length), side="right").tolist()
+        ends = np.asarray(self.documents[max(first - 1, 0) * _LANDMARK : last * _LANDMARK])
+        begins = ends[np.searchsorted(ends, start, side="right") :] - start
         return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
+
+    @cached_property
+    def _landmarks(self) -> npt.NDArray[np.int64]:
+        """Every 1,024th boundary, so that finding a document takes one read."""
+        return np.array([self.documents[n] for n in range(0, len(self.documents), _LANDMARK)], dtype=np.int64)
 
     def _check(self, start: int, length: int) -> None:
         if start < 0 or length < 0 or start + length > self.n_tokens:

@@ -110,7 +110,8 @@ class Trainer:
         train = config.train
         self.corpus = self._open_corpus()
         self.store, self.heldout = self.corpus.stores[0], self.corpus.split("heldout")
-        self.batches = Batches(self.corpus.split("train"), train.seq_len, train.global_batch, train.seed)
+        isolated, split = config.data.isolate_documents, self.corpus.split("train")
+        self.batches = Batches(split, train.seq_len, train.global_batch, train.seed, isolated)
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
         self.fused_params = list(fused_params(self.model))

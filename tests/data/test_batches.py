@@ -1,5 +1,6 @@
 """Order as a function of (seed, step); the same samples for every number of processes; every token evaluated once."""
 
+import dataclasses
 import subprocess
 import sys
 from fractions import Fraction
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import Batches, DocumentBatches, EvaluationBatches, PackedWindows, shuffled_order
+from boost.data.batches import Batch, Batches, DocumentBatches, EvaluationBatches, PackedWindows, shuffled_order
 from boost.data.mixture import MixedSplit
 from boost.data.store import Spans, Split, boundaries_of
 from boost.errors import ConfigError, DataError
@@ -115,12 +116,26 @@ def test_a_store_of_a_mixture_that_is_too_small_is_named():
 
 def test_a_sample_is_a_window_with_its_documents():
     batches = Batches(make_split(41, document=7), seq_len=10, global_batch=1, seed=0)
-    row = batches.sample(2)
-    np.testing.assert_array_equal(row.tokens, np.arange(20, 30))
-    np.testing.assert_array_equal(row.targets, np.arange(21, 31))
-    np.testing.assert_array_equal(row.document_ids, np.arange(20, 30) // 7 - 2)
-    assert (row.tokens.dtype, row.targets.dtype, row.document_ids.dtype) == (np.int64, np.int64, np.int32)
-    np.testing.assert_array_equal(batches.sample(3).targets, np.arange(31, 41))
+    batch = batches.samples([2, 3])
+    np.testing.assert_array_equal(batch.tokens[0], np.arange(20, 30))
+    np.testing.assert_array_equal(batch.targets[0], np.arange(21, 31))
+    np.testing.assert_array_equal(batch.document_ids[0], np.arange(20, 30) // 7 - 2)
+    assert (batch.tokens.dtype, batch.targets.dtype, batch.document_ids.dtype) == (np.int64, np.int64, np.int32)
+    np.testing.assert_array_equal(batch.targets[1], np.arange(31, 41))
+    without = Batches(make_split(41, document=7), 10, 1, 0, documents=False).samples([2, 3])
+    np.testing.assert_array_equal(without.tokens, batch.tokens)
+    assert not without.document_ids.any()
+
+
+@pytest.mark.parametrize("shortest", [0, 1, 5])
+def test_documents_are_found_among_thousands(shortest: int) -> None:
+    """Their ids, with one read each, in stores with more documents than a landmark covers, some of them empty."""
+    rng = np.random.default_rng(shortest)
+    ends = np.cumsum(rng.integers(shortest, 9, 5000))
+    split = dataclasses.replace(make_split(int(ends[-1])), documents=np.concatenate([[0], ends]))
+    for start in rng.integers(0, ends[-1] - 64, 200):
+        inside = np.searchsorted(split.documents, np.arange(start, start + 64), side="right")
+        np.testing.assert_array_equal(split.document_ids(int(start), 64), inside - inside[0])
 
 
 def test_corpus_shorter_than_a_sequence():
@@ -233,7 +248,9 @@ def test_short_documents_share_a_sequence_and_the_rest_is_padded() -> None:
     split = split_of([5, 4, 7, 6], mask)  # documents start at 0, 5, 9, 16
     batches = Batches(split, 11, 1, 0)
     assert batches.n_samples == 2
-    first, second = map(batches.sample, range(2))
+    first, second = (batches.samples([index]) for index in range(2))
+    assert first.tokens.shape == (1, 11)
+    first, second = (Batch(*(x[0] for x in (b.tokens, b.targets, b.document_ids))) for b in (first, second))
     assert first.tokens.tolist() == [*range(5), *range(9, 15)] and first.document_ids.tolist() == [0] * 5 + [1] * 6
     assert [int(t) for t in first.targets if t != IGNORED] == [2, 3, 15]
     assert second.tokens.tolist() == [*range(5, 9), *range(16, 21), 22, 22]

@@ -58,15 +58,15 @@ def test_the_loss_is_a_mean_over_targets_whatever_micro_batches_they_fall_into(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences with one target and with many: the mean of micro-batch means would be a different number."""
-    usual = Batches.sample
+    usual = Batches.samples
 
-    def masked(batches: Batches, index: int) -> Batch:
-        row = usual(batches, index)
-        targets = row.targets.copy()
-        targets[1 + index % 3 * 9 :] = IGNORED
-        return Batch(row.tokens, targets, row.document_ids)
+    def masked(batches: Batches, indices: list[int]) -> Batch:
+        batch = usual(batches, indices)
+        for targets, index in zip(batch.targets, indices, strict=True):
+            targets[1 + index % 3 * 9 :] = IGNORED
+        return batch
 
-    monkeypatch.setattr(Batches, "sample", masked)
+    monkeypatch.setattr(Batches, "samples", masked)
     trainers = [
         make_trainer(make_config(store, tmp_path, train={"micro_batch": n, "global_batch": 4})) for n in (1, 2, 4)
     ]
