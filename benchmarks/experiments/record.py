@@ -34,7 +34,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from benchmarks.commands import add_out
-from benchmarks.experiments.published import MICRO_BATCHES, SEQUENCES, STEPS, TOKENS, Comparison, Way, configuration
+from benchmarks.experiments.published import (
+    EAGER_US,
+    MICRO_BATCHES,
+    SEQUENCES,
+    STEPS,
+    TOKENS,
+    Comparison,
+    Way,
+    configuration,
+    launching,
+)
 from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.sections import goals, save
 from benchmarks.experiments.separate import separate_loss
@@ -294,7 +304,7 @@ def hardware_of(row: Row, stack: Stack | None = None) -> Hardware:
     attention = own.attention | ({"bfloat16": table} if table else {})
     fields = {name: getattr(own, name) for name in Speeds.model_fields}
     speeds = StackSpeeds(**fields | {"gemm": gemm, "attention": attention, "fusion": source.fusion})
-    return hardware.model_copy(update={"speeds": speeds})
+    return hardware.model_copy(update={"speeds": speeds, "host_us": launching(EAGER_US)})
 
 
 def configurations(row: Row) -> Iterator[Config]:
