@@ -34,7 +34,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from benchmarks.commands import add_out
-from benchmarks.experiments.published import MICRO_BATCHES, SEQUENCES, STEPS, TOKENS, Comparison, Way, configuration
+from benchmarks.experiments.published import (
+    EAGER_US,
+    MICRO_BATCHES,
+    SEQUENCES,
+    STEPS,
+    TOKENS,
+    Comparison,
+    Way,
+    configuration,
+    launching,
+)
 from benchmarks.experiments.results import Facts, facts_of
 from benchmarks.experiments.sections import goals, save
 from benchmarks.experiments.separate import separate_loss
@@ -48,7 +58,7 @@ from boost.plan.hardware import AttentionSpeed, Hardware, Speeds, load_hardware
 from boost.plan.memory import peak
 from boost.plan.step_time import PIPELINE, SPREADS, PassTime, kind_of
 from boost.plan.timing import Predictor
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, STREAM, Work, gemm, moved
 from boost.train.progress import progress
 
 HERE = Path(__file__).parent
@@ -61,12 +71,18 @@ class Stack(Section):
     """A software stack."""
 
     title: str
+    year: int
+    """When it was used. The speed of GEMMs depends on it, because libraries became faster on the same GPU."""
+    source: str = ""
+    """Where the numbers of `gemm` come from."""
     compile: CompileName
     """What it compiles, as in train.compile."""
     overlap: Literal["none", "halves"] = "none"
     """Whether TP communication overlaps with computation, as in parallel.overlap."""
     attention: str = ""
-    """Attention kernel; '': the profile's."""
+    """Attention kernel; '': the profile's; 'unfused': separate products and softmax, with all scores in memory."""
+    adds_in_gemms: bool = False
+    """Whether GEMMs add the gradients of a weight to those of earlier micro-batches."""
     gemm: dict[str, float] = Field(default_factory=dict)
     """Speed of GEMMs as a multiple of the profile's, by `Hardware.architecture`."""
     hides_sends: bool = False
@@ -87,8 +103,18 @@ class StackSpeeds(Speeds):
 
     fusion: float = 1.0
     """Same as `Source.fusion`."""
+    unfused: bool = False
+    """Whether attention is unfused."""
 
     def seconds(self, work: Work) -> float:
+        if self.unfused and work.kernel in (ATTENTION, ATTENTION_BACKWARD):
+            sequences, heads, _, tokens, width, *rest = work.shape
+            keys, pairs = rest[0] if rest else tokens, sequences * heads
+            # Masked scores are computed, too. Softmax, dropout and its mask pass over them; backward also reads softmax.
+            backward = work.kernel == ATTENTION_BACKWARD
+            products = gemm(tokens, keys, width, work.dtype, pairs), gemm(tokens, width, keys, work.dtype, pairs)
+            scores = moved(STREAM, pairs * tokens * keys, 5.5 if backward else 4.5, work.dtype)
+            return (1 + backward) * sum(map(super().seconds, products)) + super().seconds(scores)
         if work.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD) and work.phase != "step":
             work = replace(work, bytes=round(work.bytes / self.fusion))
         return super().seconds(work)
@@ -104,6 +130,9 @@ class StackPredictor(Predictor):
     def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
         # The time that a stage is blocked also depends on how many stages have two neighbors.
         return self._pass(config, held) if self.stack.blocking else super()._cached_pass(config, held)
+
+    def _once_per_step(self, config: Config, held: Sequence[Stage], micro_batches: int) -> tuple[float, float, float]:
+        return super()._once_per_step(config, held, 1 if self.stack.adds_in_gemms else micro_batches)
 
     def _add_sends(self, config: Config, held: Sequence[Stage], result: PassTime) -> None:
         if not self.stack.hides_sends:
@@ -285,7 +314,7 @@ def hardware_of(row: Row, stack: Stack | None = None) -> Hardware:
         network = hardware.network.model_copy(update={"gb_s": PORT_SHARE * row.net_gbit / 8})
         hardware = hardware.model_copy(update={"network": network})
     own, architecture = hardware.speeds, hardware.architecture
-    gemm = {
+    gemm_speeds = {
         dtype: speed.model_copy(update={"fraction": speed.fraction * stack.gemm.get(architecture, 1.0)})
         for dtype, speed in own.gemm.items()
     }
@@ -293,8 +322,11 @@ def hardware_of(row: Row, stack: Stack | None = None) -> Hardware:
     table = tuple(AttentionSpeed(head_dim=int(dim), forward=f, backward=b) for dim, (f, b) in kernel.items())
     attention = own.attention | ({"bfloat16": table} if table else {})
     fields = {name: getattr(own, name) for name in Speeds.model_fields}
-    speeds = StackSpeeds(**fields | {"gemm": gemm, "attention": attention, "fusion": source.fusion})
-    return hardware.model_copy(update={"speeds": speeds})
+    unfused = (source.attention or stack.attention) == "unfused"
+    speeds = StackSpeeds(
+        **fields | {"gemm": gemm_speeds, "attention": attention, "fusion": source.fusion, "unfused": unfused}
+    )
+    return hardware.model_copy(update={"speeds": speeds, "host_us": launching(EAGER_US)})
 
 
 def configurations(row: Row) -> Iterator[Config]:

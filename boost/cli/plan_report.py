@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-SOFTWARE = "boost train with compiled kernels and torch's attention"
+SOFTWARE = "boost train as it compiles by default, with torch's attention"
 """The software whose speed is predicted."""
 
 EVALUATIONS = 20

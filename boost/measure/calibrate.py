@@ -33,7 +33,7 @@ from boost.measure.speed import (
 )
 from boost.measure.steps import time_passes
 from boost.parallel.mesh import Mesh
-from boost.plan.hardware import Hardware
+from boost.plan.hardware import Hardware, HostTime
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
 from boost.train.progress import progress
@@ -77,7 +77,8 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
             links += collective_points(watch, getattr(torch, name), sizes)
     if mesh.is_main:
         profile = profile_of(mesh, points, probes, links)
-    host = _host_us(mesh, profile if mesh.is_main else None)
+    host = _host_us(mesh, profile) if mesh.is_main else {}
+    mesh.barrier()
     drift, refused = watch.probe.least(10) / watch.reference, False
     if mesh.is_main:
         profile["host_us"] = host
@@ -133,7 +134,13 @@ def profile_of(
         # Gloo's threads run on the same cores as the model.
         "overlap": 0.8 if cuda else 0.0,
         "sources": ["measured by boost plan calibrate"],
-        "provenance": {"": "calibrated", "reserve_gb": "estimate", "communicator_gb": "estimate", "overlap": "estimate"}
+        "provenance": {
+            "": "calibrated",
+            "reserve_gb": "estimate",
+            "communicator_gb": "estimate",
+            "overlap": "estimate",
+            "host_us.step": "estimate",
+        }
         | ({"network": "estimate"} if mesh.size > 1 else {"node": "estimate", "network": "estimate"}),
         "speeds": _speeds(points[PROCESSES], probes[PROCESSES]),
         "node": link,
@@ -259,20 +266,20 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
     return list(itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=watch.mesh.is_main)))
 
 
-def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
-    """Host microseconds per operation, from the step time of a model with almost no work, minus the time for that work."""
+def _host_us(mesh: Mesh, profile: dict[str, Any]) -> dict[str, float]:
+    """Host microseconds per operation by what is compiled, from the step time of a model with almost no work, minus the time for
+    that work. CPUs compile nothing by default, so other values of train.compile are not measured there."""
     model = {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16}
     train = {"micro_batch": 1, "global_batch": 1, "seq_len": 32}
-    tiny = from_tree({"model": model, "parallel": {"layout": "single"}, "train": train})
-    if mesh.is_main:
-        assert profile is not None
+    found: dict[str, float] = {}
+    for part in ("none", "kernels", "blocks") if profile["device"] == "cuda" else ("none",):
+        tiny = from_tree({"model": model, "parallel": {"layout": "single"}, "train": train | {"compile": part}})
         measured = statistics.median(time_passes(tiny, mesh.device, rounds=30))
         (once,) = Predictor(Hardware.model_validate(profile)).passes(tiny)
         # On a CPU, the host also runs the operations; a GPU runs them concurrently.
         work = once.total if profile["device"] == "cpu" else 0.0
-        result = (measured - work) / once.calls * 1e6
-    mesh.barrier()
-    return max(round(result, 2), 0.0) if mesh.is_main else 0.0
+        found[part] = max(round((measured - work) / once.calls * 1e6, 2), 0.0)
+    return dict.fromkeys(HostTime.model_fields, found["none"]) | found
 
 
 def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:
@@ -286,7 +293,11 @@ def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> st
                 f"  {kind:<9} {dtype}: large GEMMs {speed['tflops'] * speed['fraction'] * 1e3:,.0f} GFLOP/s, best "
                 f"{speed['tflops'] * 1e3:,.0f}; {len(gemms)} shapes, mean fit error {error:.0%}"
             )
-    lines.append(f"  memory {hardware.speeds.memory_gb_s:.1f} GB/s; host {hardware.host_us:.1f} us per operation")
+    host = hardware.host_us
+    by_mode = f"{host.none:.1f} us" + (
+        f" ({host.kernels:.1f} with compiled kernels, {host.blocks:.1f} in compiled blocks)" if hardware.is_gpu else ""
+    )
+    lines.append(f"  memory {hardware.speeds.memory_gb_s:.1f} GB/s; host {by_mode} per operation")
     if hardware.node.measured:
         lines.append(f"  {hardware.node.name}: {hardware.node.latency_us:.0f} us, {hardware.node.gb_s:.2f} GB/s")
     return "\n".join(lines)

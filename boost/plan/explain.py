@@ -162,7 +162,7 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
     if waiting > LIMIT:
         yield (
             f"The host is the bottleneck: GPUs wait for kernel launches for {waiting:.0%} of the step because kernels are too "
-            "small. Use larger micro-batches if they fit."
+            "small. Use larger micro-batches if they fit, or try train.cuda_graphs = 'on', which waits for no launches."
         )
     hardware = search.request.hardware
     if any(origin(hardware, field) != "calibrated" for field in QUANTITIES):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from boost.config.gpus import find_peak, gpu_peaks
-from boost.config.schema import ParallelConfig, Positive, Section
+from boost.config.schema import Config, ParallelConfig, Positive, Section
 from boost.config.text import read_toml
 from boost.config.traffic import ITEMSIZE, Collective
 from boost.errors import ConfigError
@@ -36,9 +36,9 @@ Point = Annotated[tuple[Positive, Positive], Field(strict=False)]
 Points = Annotated[tuple[Point, ...], Field(strict=False, min_length=1)]
 Triple = Annotated[tuple[Amount, Amount, Amount], Field(strict=False)]
 
-Origin = Literal["calibrated", "yours", "published", "fitted", "datasheet", "estimate"]
-"""calibrated: measured by 'boost plan calibrate'; yours: from your own profile; published: measured by others, cited in `sources`;
-fitted: to published speeds (docs/results.md); datasheet: from the vendor; estimate: our own."""
+Origin = Literal["calibrated", "yours", "measured", "published", "fitted", "datasheet", "estimate"]
+"""calibrated: measured by 'boost plan calibrate'; yours: from your own profile; measured: by us (docs/results.md); published: by
+others, cited in `sources`; fitted: to published speeds; datasheet: from the vendor; estimate: our own."""
 
 QUANTITIES = {
     "memory_gb": "memory size",
@@ -54,6 +54,7 @@ QUANTITIES = {
 _WORDS: dict[Origin, str] = {
     "calibrated": "calibrated",
     "yours": "from your file",
+    "measured": "measured by us",
     "published": "measured by others",
     "fitted": "fitted to the public record",
     "datasheet": "from a datasheet",
@@ -227,6 +228,27 @@ def _rounds(kind: str, processes: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (processes - 1) / processes
 
 
+class HostTime(Section):
+    """Host microseconds per operation, by what is compiled (train.compile). One number in a profile stands for all."""
+
+    none: Amount
+    """Nothing is compiled."""
+    kernels: Amount
+    """Each group of element-wise operations on its own."""
+    blocks: Amount
+    """Whole blocks."""
+    step: Amount
+    """At the end of a step, where one launch serves many tensors."""
+
+    def in_pass(self, config: Config, device: str) -> float:
+        """For the passes of a micro-batch; 0 if they are one CUDA graph."""
+        return 0.0 if config.captures_passes else float(getattr(self, config.compiled_part(device)))
+
+
+def _all_modes(value: Any) -> Any:
+    return dict.fromkeys(HostTime.model_fields, value) if isinstance(value, int | float) else value
+
+
 class Hardware(Section):
     """A cluster of identical nodes."""
 
@@ -246,7 +268,7 @@ class Hardware(Section):
     """Memory in GB that is not available to tensors: CUDA context, buffers of three communicators, fragmentation."""
     communicator_gb: Amount = 0.0
     """Memory in GB for each additional communicator (`communicators`)."""
-    host_us: Amount
+    host_us: Annotated[HostTime, BeforeValidator(_all_modes)]
     """Host time to launch one operation, in microseconds."""
     step_ms: Amount = 0.0
     """Fixed overhead per step in milliseconds: data loading, logging, step stats."""

@@ -193,8 +193,8 @@ class Search:
         return None
 
     def simplest(self, best: Plan) -> Plan:
-        """Returns the simplest plan that fits and ties with `best`, the fastest one. Prefers fewer axes, then less sharding, then
-        no overlap, then fewer stages per process."""
+        """Returns the simplest plan that fits and ties with `best`, the fastest one. Prefers fewer axes, then DP alone, then less
+        sharding, then no overlap, then fewer stages per process."""
         limit, worst = tie_limit(best.time.seconds), _complexity(best.config.parallel)
         near = {_complexity(node.config.parallel) for node in self._nodes if node.bound <= limit}
         for level in sorted(level for level in near if level < worst):
@@ -347,7 +347,7 @@ def _complexity(parallel: ParallelConfig) -> tuple[int, ...]:
     """Sort key: lower means simpler to run and to understand."""
     axes = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.dp, parallel.cp))
     sharded = ("none", "optimizer", "full").index(parallel.shard) + parallel.shard_outer if parallel.sharded else 0
-    return axes, sharded, parallel.overlap != "none", parallel.virtual
+    return axes, parallel.dp != parallel.world_size, sharded, parallel.overlap != "none", parallel.virtual
 
 
 def _schedule_rank(parallel: ParallelConfig) -> tuple[Any, ...]:

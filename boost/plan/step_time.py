@@ -149,7 +149,7 @@ class Spread(NamedTuple):
 
 SPREADS = {
     "replicas": Spread(0.836, 1.119, 34, 0.90),
-    "sharded": Spread(0.86, 1.701, 32, 0.73),
+    "sharded": Spread(0.88, 1.701, 32, 0.73),
     # Steps measured on the machine on which a profile was calibrated (benchmarks/results/validation.json).
     "calibrated": Spread(0.982, 1.234, 19, 0.8),
     # Configurations without published runs (estimate).

@@ -203,7 +203,7 @@ class Predictor:
         return [self._cached_pass(config, stages(config)[rank::pp]) for rank in range(pp)]
 
     def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
-        key = "pass", held, config.train.recompute, config.train.recompute_every
+        key = "pass", held, config.train.recompute, config.train.recompute_every, config.captures_passes
         time: PassTime = self._per_micro_batch(config, key, self._pass, config, held)
         return time
 
@@ -259,12 +259,9 @@ class Predictor:
                 self._per_micro_batch(config, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1
             )
         self._add_sends(config, held, result)
-        # On a GPU, the host launches kernels ahead of time; the device waits if the host is slower.
-        issuing = self.hardware.host_us * 1e-6 * result.calls
-        computing = result.total - sum(
-            result.parts[part] for part in (step_time.TENSOR, step_time.CONTEXT, step_time.PIPELINE)
-        )
-        result.wait(issuing if self.hardware.device == "cpu" else max(issuing - computing, 0.0))
+        # On a GPU, the host launches kernels and collectives ahead of time; the device waits if the host is slower.
+        issuing = self.hardware.host_us.in_pass(config, self.hardware.device) * 1e-6 * result.calls
+        result.wait(issuing if self.hardware.device == "cpu" else max(issuing - result.total, 0.0))
         return result
 
     def _block(self, config: Config, layer: int, policy: RecomputeName) -> PassTime:
@@ -395,7 +392,7 @@ class Predictor:
             config, ("once", held), lambda: [self._once_per_step(config, held, count) for count in (1, 2)]
         )
         seconds += (accumulated - 1) * (seconds_of_two - seconds)
-        issuing = self.hardware.host_us * 1e-6 * (calls + (accumulated - 1) * (calls_of_two - calls))
+        issuing = self.hardware.host_us.step * 1e-6 * (calls + (accumulated - 1) * (calls_of_two - calls))
         return sent + (seconds + issuing if self.hardware.device == "cpu" else max(seconds, issuing))
 
     def _once_per_step(self, config: Config, held: Sequence[Stage], micro_batches: int) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
 from boost.plan.candidates import Request, legal, micro_batches, policies, structures
-from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.hardware import Hardware, HostTime, load_hardware
 from boost.plan.inspection import Inspection, inspect
 
 LAYOUTS: dict[str, list[str]] = {
@@ -30,9 +30,10 @@ def base(*overrides: str) -> Config:
 
 
 def hardware(usable: float = 80e9) -> Hardware:
-    """A device with `usable` usable bytes."""
+    """A device with `usable` usable bytes, whose host is fast enough for small models."""
     sizes = {"memory_gb": usable / 1e9, "reserve_gb": 0.0, "communicator_gb": 0.0}
-    return load_hardware("a100-80g").model_copy(update=sizes)
+    host = HostTime(none=7.0, kernels=7.0, blocks=7.0, step=7.0)
+    return load_hardware("a100-80g").model_copy(update=sizes | {"host_us": host})
 
 
 def inspected(name: str = "btp", *overrides: str) -> Inspection:

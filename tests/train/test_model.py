@@ -92,7 +92,11 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
     def of(name: str, **parallel: Any) -> Config:
         return toy.toy_config(train={"compile": name}, parallel=parallel)
 
-    assert (of("auto").compiled_part("cuda"), of("auto", tp=2).compiled_part("cuda")) == ("blocks", "kernels")
+    halves = of("auto", tp=2, overlap="halves")
+    found = [
+        config.compiled_part("cuda") for config in (of("auto"), of("auto", tp=2), of("auto", overlap="halves"), halves)
+    ]
+    assert found == ["blocks", "blocks", "blocks", "kernels"]  # alone, there is nothing to overlap
     for name, device in (("auto", cpu), ("auto", gpu), ("none", gpu), ("kernels", gpu), ("blocks", gpu)):
         choose_kernels(of(name), device)
     assert chosen == ["eager", "inductor or eager", "eager", "inductor", "inductor"]
@@ -100,7 +104,7 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
     with pytest.raises(ConfigError, match="train.compile = 'kernels' needs Triton on device 'cuda'"):
         choose_kernels(of("kernels"), gpu)
     with caplog.at_level("INFO", logger="boost"):
-        choose_kernels(of("auto", tp=2), gpu)
+        choose_kernels(halves, gpu)
     assert chosen[-1] == "eager"
     assert "nothing is compiled: train.compile = 'kernels' needs Triton" in caplog.text
 

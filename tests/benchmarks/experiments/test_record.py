@@ -26,7 +26,7 @@ from benchmarks.experiments.separate import separate_loss
 from boost.config import load
 from boost.plan.hardware import load_hardware, names
 from boost.plan.step_time import LONGEST_PUBLISHED, PIPELINE, PUBLISHED_LAYOUTS, SPREADS, Spread
-from boost.plan.work import Work
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, Work
 
 
 def test_rows_are_consistent() -> None:
@@ -65,7 +65,10 @@ def test_unpublished_choices_are_tried() -> None:
 
 def test_a_stack_has_speeds_of_its_own() -> None:
     hardware, fused = load_hardware("h100-80g"), hardware_of(gpt_177b())
-    assert list(stacks()) == ["boost", "eager", "compiled", "async", "nanotron", "fused"]
+    assert list(stacks()) == [
+        "boost", "eager", "compiled", "async", "nanotron", "fused", "fused-2025", "maxtext", "unfused"
+    ]  # fmt: skip
+    assert all(bool(stack.gemm) == bool(stack.source) and 2020 < stack.year < 2027 for stack in stacks().values())
     ratio = fused.speeds.gemm["bfloat16"].fraction / hardware.speeds.gemm["bfloat16"].fraction
     assert ratio == pytest.approx(stacks()["fused"].gemm["h100"])
     assert fused.speeds.attention == hardware.speeds.attention
@@ -73,6 +76,28 @@ def test_a_stack_has_speeds_of_its_own() -> None:
     assert [a.forward for a in hardware_of(nanotron).speeds.attention["bfloat16"]] == [284.0, 319.0]
     paper = hardware_of(next(row for row in record().rows if row.source == "boost")).speeds
     assert paper.gemm == load_hardware("a100-80g").speeds.gemm  # this profile has the speeds of the BOOST paper
+
+
+def test_unfused_attention_moves_all_scores() -> None:
+    """GPT-3 175B at TP 8, 2,048 tokens: two products of whole scores per pass, and several passes over them."""
+    row = next(row for row in record().rows if row.source == "torchtitan-2024")
+    fused, unfused = (hardware_of(row, stacks()[name]).speeds for name in ("fused", "unfused"))
+    shape = (1, 12, 12, 2048, 128)
+    for kernel, passes, products in ((ATTENTION, 4.5, 2), (ATTENTION_BACKWARD, 5.5, 4)):
+        work = Work.of(kernel, shape, "bfloat16")
+        scores = 12 * 2048 * 2048
+        least = scores * 2 * passes / (2039e9 * 0.82) + products * 2 * scores * 128 / 312e12
+        assert max(least, 1.5 * fused.seconds(work)) < unfused.seconds(work) < 2.5 * least
+
+
+def test_gradients_added_in_gemms_cost_no_pass_of_their_own() -> None:
+    hardware, fused = load_hardware("h100-80g"), stacks()["fused"]
+    separate = fused.model_copy(update={"adds_in_gemms": False})
+    words = ["--parallel.layout=single", "--parallel.tp=1", "--train.micro_batch=1"]
+    for count, cheaper in ((1, False), (8, True)):
+        config = load("boost-7b", [*words, f"--train.global_batch={count}"])
+        inside, apart = (StackPredictor(hardware, stack).predict(config).seconds for stack in (fused, separate))
+        assert (inside < 0.99 * apart) == cheaper
 
 
 def test_sends_between_stages_wait_overlap_or_block() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.commands import main
 from benchmarks.experiments import validation
+from benchmarks.experiments.published import launching
 from benchmarks.experiments.validation import GPU, MACHINE, MeasuredStep
 from boost.config.load import from_tree
 from boost.measure.steps import prediction
@@ -69,7 +70,7 @@ def test_predictions_are_made_again_from_the_stored_profile(tmp_path: Path, monk
         row |= {"predicted_s": 1e9, "predicted_peak": 1, "predicted_sent": 1}
     path.write_text(json.dumps(kept), encoding="utf-8")
     assert main(["validation", "--out", str(out)]) == 0
-    kept[MACHINE]["hardware"]["host_us"] *= 3  # another profile changes the prediction, not the measurement
+    kept[MACHINE]["hardware"]["host_us"]["none"] *= 3  # another profile changes the prediction, not the measurement
     path.write_text(json.dumps(kept), encoding="utf-8")
     assert main(["validation", "--out", str(out)]) == 1
     wrong = {v.what: v.holds for v in validation.verdicts(json.loads(path.read_text()))}
@@ -135,13 +136,14 @@ def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -
     """Runs in a separate process, because the fake process group must be its only one."""
     out = tmp_path / "steps.json"
     work = [("share", toy.toy_config("float32", **SMALL, parallel={"tp": 4, "layout": "btp"}, run={"device": "cpu"}))]
-    words = (work, load_hardware("a100-80g"), True, out)
+    hardware = load_hardware("a100-80g").model_copy(update={"host_us": launching(0.0)})
+    words = (work, hardware, True, out)
     assert launch(validation._measure_into, words, 1, log_dir=None, forks=can_fork()) == 0
     (row,) = json.loads(out.read_text())
     assert (row["share"], row["processes"]) == (True, 4)
     assert row["counted_sent"] == row["predicted_sent"] > 0
     assert row["predicted_peak"] == pytest.approx(row["measured_peak"], rel=0.1)
-    assert 0 < row["predicted_s"] < prediction(work[0][1], load_hardware("a100-80g")).predicted_s
+    assert 0 < row["predicted_s"] < prediction(work[0][1], hardware).predicted_s
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
