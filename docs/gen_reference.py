@@ -8,7 +8,12 @@ import html
 import importlib
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
+
+import boost.errors
+from boost.errors import BoostError
 
 MARKUP = re.compile(r"([\\`*_\[\]#])")
 
@@ -20,6 +25,7 @@ def pages() -> dict[str, str]:
         "reference/presets.md": presets_page(),
         "reference/commands.md": commands(),
         "reference/python.md": python_api(),
+        "reference/troubleshooting.md": troubleshooting(),
     }
 
 
@@ -50,6 +56,34 @@ def configuration() -> str:
         default = "computed default (below)" if info.is_required() else f"default `{shown(info.default)}`"
         lines += ["", f"### `{key}` {{ #{key} }}", "", f"`{type_name(info)}`, {default}", ""]
         lines += [escaped(" ".join((info.description or "").split()))]
+    return "\n".join(lines) + "\n"
+
+
+def troubleshooting() -> str:
+    """Symptoms with the message that goes with each, what exit codes mean, and terms."""
+    facts = tomllib.loads(Path(__file__).with_name("troubleshooting.toml").read_text(encoding="utf-8"))
+    errors = [kind for kind in vars(boost.errors).values() if isinstance(kind, type) and issubclass(kind, BoostError)]
+    lines = [
+        "# Troubleshooting and terms",
+        "",
+        "## Symptoms",
+        "",
+        "| symptom | boost says | what to do |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {row['what']} | {escaped(row['message'].strip())} | {row['fix']} |" for row in facts["symptoms"]]
+    lines += [
+        "",
+        "## Errors",
+        "",
+        "Commands exit with these codes.",
+        "",
+        "| error | exit code | meaning |",
+        "|---|--:|---|",
+    ]
+    lines += [f"| `{kind.__name__}` | {kind.exit_code} | {escaped(paragraph(kind.__doc__ or ''))} |" for kind in errors]
+    lines += ["", "## Terms", "", "| term | meaning |", "|---|---|"]
+    lines += [f"| {row['name']} | {row['meaning']} |" for row in facts["terms"]]
     return "\n".join(lines) + "\n"
 
 

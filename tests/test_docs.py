@@ -2,10 +2,12 @@
 another host."""
 
 import argparse
+import ast
 import html
 import importlib
 import re
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +173,17 @@ def test_reference_has_every_key_command_and_name(docs_modules: types.SimpleName
         for name in module.__all__:
             full = f"{module.__name__}.{name}"
             assert f'"{full}"' in python or full == "boost.nn", full
+
+
+def test_symptoms_quote_messages_of_the_code() -> None:
+    rows = tomllib.loads((DOCS / "troubleshooting.toml").read_text(encoding="utf-8"))["symptoms"]
+    said = [
+        node.value
+        for path in (ROOT / "boost").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert [row["message"] for row in rows if not any(row["message"] in text for text in said)] == []
 
 
 def test_shares_of_parameters_are_those_of_the_presets() -> None:

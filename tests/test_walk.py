@@ -21,6 +21,7 @@ PROGRAMS = ("boost", "make", "pip", "uv", "python", "curl", "transformers", "tor
 
 SKIPPED = {
     "make setup": "the environment exists",
+    ". .venv/bin/activate": "the environment exists",
     "pip install": "the environment exists",
     "boost recipe": "downloads C4; tests/cli/test_recipe.py",
     "examples/long.toml": "takes minutes",

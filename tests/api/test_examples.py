@@ -86,9 +86,9 @@ def test_the_notebook_runs_from_top_to_bottom(
     names: dict[str, Any] = {}
     for cell in cells:
         if cell["cell_type"] == "code":
-            assert not cell["outputs"], "a notebook is committed without outputs"
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
     out = capsys.readouterr().out
     assert names["losses"]["cola"][-1] < names["losses"]["cola"][0]
-    assert '"step_seconds"' in out or '"seconds"' in out, "the plan"
-    assert "all-reduce" in out, "the collectives"
+    stored = "".join(line for cell in cells for output in cell.get("outputs", ()) for line in output.get("text", ()))
+    for text in (out, stored):
+        assert "fastest configuration that fits" in text and "all-reduce" in text, "the plan, the collectives"
