@@ -1,4 +1,4 @@
-# For one.sh and two.sh, which run pieces of at most ten minutes. Each writes its result immediately; finished ones are skipped.
+# For one.sh, two.sh and contest.sh, which run pieces of at most ten minutes. Each writes its result immediately; finished ones are skipped.
 #
 #   OUT=folder DEVICE=cuda|cpu SMALL=1 PYTHON=python BOOST=boost
 #
