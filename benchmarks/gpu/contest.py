@@ -59,7 +59,7 @@ class Contest:
 def models(args: argparse.Namespace) -> dict[str, Config]:
     """The models of the contest on one process, and shares of four TP processes."""
     flags = [f"--run.device={args.device}", "--parallel.tp=1"]
-    if args.device == "cpu":
+    if args.small:
         tiny = [*flags, "--model.layers=2", "--train.seq_len=64", "--train.micro_batch=2", "--train.global_batch=2"]
         share = [*tiny[:1], *tiny[2:], "--parallel.tp=4"]
         return {"demo": load("demo", tiny), "share btp": load("demo", share)} | {
@@ -156,10 +156,10 @@ def _published(config: Config, folder: Path, device: torch.device) -> PlainStep:
 def attention(args: argparse.Namespace) -> Iterator[Contest]:
     """(c) Causal attention, forward and backward: torch's backends, FlashAttention-3 and 4 through torch's switch or their wheels,
     and documents of a quarter of the sequence."""
-    sizes = [(64, 1024), (128, 1024), (64, 4096), (128, 4096), (128, 16384)] if args.device == "cuda" else [(16, 64)]
-    tokens = 16384 if args.device == "cuda" else 128
+    sizes = [(16, 64)] if args.small else [(64, 1024), (128, 1024), (64, 4096), (128, 4096), (128, 16384)]
+    tokens = 128 if args.small else 16384
     for width, length in sizes:
-        batch, heads = max(tokens // length, 1), 2048 // width if args.device == "cuda" else 2
+        batch, heads = max(tokens // length, 1), 2 if args.small else 2048 // width
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         q, k, v = (
             torch.randn(batch, heads, length, width, dtype=dtype, device=args.device, requires_grad=True)
@@ -227,7 +227,7 @@ def _documents(qkv: Sequence[Tensor], length: int) -> Call:
 def gemms(args: argparse.Namespace) -> Iterator[Contest]:
     """(d) The products B u of one group: separate, one batched GEMM, one grouped GEMM; and A with the norm's weight multiplied into
     it or applied to x. (e) Two products and an activation under max-autotune."""
-    tokens, widths = (16384, [(256, 1024), (512, 2048), (1024, 4096)]) if args.device == "cuda" else (64, [(16, 64)])
+    tokens, widths = (64, [(16, 64)]) if args.small else (16384, [(256, 1024), (512, 2048), (1024, 4096)])
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     new = partial(torch.randn, dtype=dtype, device=args.device)
     for rank, width in widths:
@@ -259,7 +259,7 @@ def _repeating(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Callab
 
 def float8(args: argparse.Namespace) -> Iterator[Contest]:
     """(f) The wide GEMMs of a block in bf16 and in float8 with one scale a row: time only, without the conversions."""
-    tokens, sizes = (16384, [(2048, 5472), (4096, 11008), (4096, 1024)]) if args.device == "cuda" else (64, [(64, 128)])
+    tokens, sizes = (64, [(64, 128)]) if args.small else (16384, [(2048, 5472), (4096, 11008), (4096, 1024)])
     for inner, out in sizes:
         x, w = (torch.randn(rows, inner, dtype=torch.bfloat16, device=args.device) for rows in (tokens, out))
         scales = [t.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max for t in (x, w)]
@@ -316,11 +316,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("piece", choices=PIECES)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="dry run with small models, as always on CPUs")
     parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS)
     parser.add_argument("--seconds", type=float, default=100.0, help="no contest starts after this time (default 100)")
     parser.add_argument("--cola", type=Path, default=Path("../CoLA"), help="clone of the published CoLA code")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    args.small |= args.device == "cpu"
     if args.device == "cuda":
         torch.cuda.set_device(0)
         torch.cuda.init()

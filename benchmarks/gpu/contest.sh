@@ -3,7 +3,7 @@
 # it goes. Resumable: rerun it until it says that all pieces are done. The order is that of what decides most.
 #
 #   benchmarks/gpu/contest.sh                     run from the repository root, with boost installed for $PYTHON
-#   DEVICE=cpu benchmarks/gpu/contest.sh          dry run with small models
+#   DEVICE=cpu benchmarks/gpu/contest.sh          dry run with small models; on a software GPU, SMALL=1
 #
 # The published CoLA code is read from $COLA (default ../CoLA) if it is there; this runs that code, so read it first.
 set -uo pipefail
@@ -15,7 +15,8 @@ for name in build peers attention gemms float8; do
     # Exit code 3: more contests are left than fit in a piece.
     for part in 1 2 3 4; do
         piece "$name-$part" bash -c '"$@"; code=$?; [ "$code" = 3 ] && code=0; exit "$code"' piece \
-            "$PYTHON" -m benchmarks.gpu.contest "$name" --device "$DEVICE" --cola "${COLA:-../CoLA}" --out "$OUT/contest.json"
+            "$PYTHON" -m benchmarks.gpu.contest "$name" --device "$DEVICE" ${SMALL:+--small} \
+            --cola "${COLA:-../CoLA}" --out "$OUT/contest.json"
         grep -q "more to do" "$OUT/$name-$part.log" || break
     done
 done

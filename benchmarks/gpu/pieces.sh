@@ -1,4 +1,5 @@
-# For one.sh, two.sh and worth.sh, which run pieces of at most ten minutes. Each writes its result immediately; finished ones are skipped.
+# For one.sh, two.sh, contest.sh and worth.sh: pieces of at most ten minutes, each of which writes its result immediately; finished
+# ones are skipped.
 #
 #   OUT=folder DEVICE=cuda|cpu SMALL=1 PYTHON=python BOOST=boost
 #

@@ -25,7 +25,9 @@ from boost.plan.hardware import Hardware
 from boost.plan.memory import peak
 from boost.plan.timing import predict
 from boost.train.checkpoint import Position
-from boost.train.model import build_model, choose_kernels, host_batch, initialize_model
+from boost.train.graphs import WARM_UP, CapturedPasses
+from boost.train.hardware import memory_bytes
+from boost.train.model import build_model, choose_kernels, host_batch, initialize_model, to_device
 from boost.train.step import Passes, Update, run_passes
 from boost.train.step import Stepper as TrainingStepper
 
@@ -114,7 +116,13 @@ class ObservedStep:
 
 
 def look_at(stepper: Stepper) -> ObservedStep:
-    """Runs one step, more slowly than usual, and records all tensors and collectives."""
+    """Runs one step, more slowly than usual, and records all tensors and collectives. A replay would hide them, so a step whose
+    passes are a CUDA graph runs twice: as usual for its memory, and without the graph."""
+    training, held = stepper._training, 0
+    usual = training.run_passes
+    if isinstance(usual, CapturedPasses):
+        held = _bytes_with_graph(stepper)
+        training.run_passes = usual.passes
     tracker, counter = MemoryTracker(), CollectiveCounter()
     for fused in stepper.fused_params:
         tracker.watch(fused.tensor, WEIGHTS)
@@ -129,7 +137,20 @@ def look_at(stepper: Stepper) -> ObservedStep:
         stepper.step()
     for hook in hooks:
         hook.remove()
-    return ObservedStep(sum(tracker.peak.values()), counter.collectives)
+    training.run_passes = usual
+    return ObservedStep(held or sum(tracker.peak.values()), counter.collectives)
+
+
+def _bytes_with_graph(stepper: Stepper) -> int:
+    """Peak memory of captured steps and of an evaluation, which cannot use the graph's memory; 0 on CPUs, which have no graphs."""
+    if stepper.mesh.device.type != "cuda":
+        return 0
+    for _ in range(WARM_UP + 1):
+        stepper.step()
+    tokens, targets, _ = to_device(made_up_batches(stepper.config)[0], False, stepper.mesh.device)
+    with torch.no_grad():
+        stepper._training.model(tokens, targets)
+    return memory_bytes(stepper.mesh.device)
 
 
 @dataclass(frozen=True)

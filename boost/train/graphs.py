@@ -7,8 +7,8 @@ Weights are updated in place. The loss and the gradients are in the graph's memo
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -19,6 +19,8 @@ from boost.config.rules import graph_problems
 from boost.errors import ConfigError, TrainingError
 from boost.models.fused import FusedParam
 from boost.parallel.collectives import LastExchange, last_exchanges
+from boost.train.hardware import idle_in_graphs
+from boost.train.heartbeat import recorder_unread
 from boost.train.model import HostBatch
 
 log = logging.getLogger("boost")
@@ -47,10 +49,15 @@ class CudaGraph:
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self) -> AbstractContextManager[None]:
-        """See `Graph`."""
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """See `Graph`. Restarts torch's count of the peak of allocated memory, which includes what the capture allocates."""
         # By default, a capture fails if another thread queries an event or pins memory meanwhile, as the prefetcher does.
-        return torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            yield
+        pool = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) == self._graph.pool()]
+        idle_in_graphs[self] = sum(part["total_size"] - part["allocated_size"] for part in pool)
+        torch.cuda.reset_peak_memory_stats()
 
     def replay(self) -> None:
         """See `Graph`."""
@@ -66,7 +73,7 @@ class CapturedPasses:
     moves. A replay runs none of the passes' Python code, such as hooks on modules."""
 
     def __init__(self, passes: RunPasses, fused_params: Sequence[FusedParam], device: torch.device) -> None:
-        self._passes, self._fused_params, self._device = passes, fused_params, device
+        self.passes, self._fused_params, self._device = passes, fused_params, device
         self._captured_for: list[object] = []
         """Shapes of the batches and addresses of the weights."""
         self._warm_up = 0
@@ -86,7 +93,7 @@ class CapturedPasses:
             self._graph, self._gradients = None, []  # frees the memory of an earlier graph
         if self._warm_up:
             self._warm_up -= 1
-            return self._passes(batches, micro_batches)
+            return self.passes(batches, micro_batches)
         if self._graph is None:
             self._graph = self._capture(batches, micro_batches)
         for inputs, batch in zip(self._inputs, batches, strict=True):
@@ -106,8 +113,8 @@ class CapturedPasses:
         gc.collect()  # so that reference cycles hold no memory of the last steps
         graph = GRAPHS[self._device.type]()
         try:
-            with graph.capture():
-                self._loss = self._passes(self._inputs, micro_batches)
+            with recorder_unread(), graph.capture():
+                self._loss = self.passes(self._inputs, micro_batches)
         except RuntimeError as error:
             cause = error.__context__ or error  # the end of a spoiled capture raises a second error
             if isinstance(cause, torch.OutOfMemoryError):

@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import time
+import weakref
 
 import torch
 
@@ -57,13 +58,17 @@ def available_memory(device: torch.device) -> int:
         return total_memory(device)
 
 
+idle_in_graphs: "weakref.WeakKeyDictionary[object, int]" = weakref.WeakKeyDictionary()
+"""Bytes that CUDA graphs keep for their replays alone, by graph. torch does not count them as allocated."""
+
+
 def memory_bytes(device: torch.device) -> int:
-    """This process's memory in bytes: the peak allocated by torch on a GPU, the resident set size on a CPU.
+    """This process's memory in bytes: the peak that torch needs on a GPU, the resident set size on a CPU.
 
     Without /proc, which reports the current resident set size, returns the peak so far.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + sum(idle_in_graphs.values())
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

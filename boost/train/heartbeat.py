@@ -393,8 +393,33 @@ class Heartbeat:
                 self._earlier, since = None, time.monotonic()
 
 
+_reading = threading.Lock()
+_latest: tuple[str | None, dict[str, Issued]] = (None, {})
+
+
+@contextlib.contextmanager
+def recorder_unread() -> Iterator[None]:
+    """Context manager around the capture of a CUDA graph. The recorder holds the events of coalesced NCCL collectives, also of
+    captured ones. Reading it asks for their state, which spoils a capture, and is an error afterwards."""
+    with _reading:
+        yield
+        if forget := getattr(torch._C._distributed_c10d, "_reset_fr_recording_nccl", None):
+            forget()
+
+
 def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
-    """The group of the most recent collective, and each group's latest recorded collective by group name."""
+    """The group of the most recent collective, and each group's latest recorded collective by group name. During a capture, those
+    before it."""
+    global _latest
+    if _reading.acquire(blocking=False):
+        try:
+            _latest = _recorded_collectives()
+        finally:
+            _reading.release()
+    return _latest
+
+
+def _recorded_collectives() -> tuple[str | None, dict[str, Issued]]:
     issued: dict[str, Issued] = {}
     last, newest = None, -1
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -19,15 +21,18 @@ from benchmarks.experiments.shares import without_the_others
 from benchmarks.gpu.kernels import arguments_of
 from boost.config import Config
 from boost.config.load import from_tree
-from boost.config.schema import ParallelConfig
+from boost.config.schema import ParallelConfig, RunConfig
 from boost.errors import ConfigError
 from boost.measure.exactness import TrainedModel, alone, made_up_batches
-from boost.measure.steps import Stepper
+from boost.measure.steps import Stepper, look_at
 from boost.models import kernels
 from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
 from boost.parallel.weights import require_torch
 from boost.plan.memory import peak
+from boost.train import heartbeat
 from boost.train.graphs import WARM_UP, CapturedPasses
+from boost.train.hardware import idle_in_graphs
+from boost.train.heartbeat import Heartbeat
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
 from boost.train.step import Stepper as TrainingStepper
 from tests.matrices import ONE_EACH
@@ -87,6 +92,27 @@ def graphs(cells: str, out: str) -> None:
         Path(out).write_text(json.dumps([name for each in of_all for name in each]))
     world.barrier()
     close_mesh()
+
+
+def behind() -> None:
+    """The second of two processes does not reach a replay. Heartbeats are frequent enough to read the flight recorder during the
+    capture, if they did."""
+
+    def on_hang(message: str) -> None:
+        print(message, flush=True)
+        os._exit(1)
+
+    heartbeat.INTERVAL_S = 0.01
+    world = open_mesh(ParallelConfig(layout="single", dp=world_size()), "cuda", timeout_s=600)
+    config = toy_config(parallel={"layout": "btp-sp", "tp": 2}, train={"compile": "none", "cuda_graphs": "on"})
+    with Heartbeat(world, RunConfig.model_validate({"timeout_s": 5}), on_hang):
+        stepper = Stepper(config, mesh_of(config.parallel, world.device))
+        for step in range(WARM_UP + 4):
+            if step == WARM_UP + 3:
+                require_captured(stepper._training)
+                heartbeat.enter(heartbeat.Phase.STEP, step + 1)
+                time.sleep(3600 * world.rank)
+            stepper.step()
 
 
 def require_captured(stepper: TrainingStepper) -> None:
@@ -152,20 +178,11 @@ def memory() -> None:
     for recompute in ("none", "low-rank"):
         tree = {"model": sizes, "parallel": {"layout": "single"}, "train": train}
         config = from_tree(tree).changed(train={"recompute": recompute, "cuda_graphs": "on"})
-        stepper = Stepper(config, Mesh(GPU))
-        tokens = torch.zeros(8, 1024, dtype=torch.long, device=GPU)
-        for _ in range(WARM_UP + 1):
-            stepper._launch()
-        torch.cuda.reset_peak_memory_stats()
-        with torch.no_grad():
-            stepper._training.model(tokens, tokens)
-        pool = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
-        outside = torch.cuda.max_memory_allocated() - sum(part["allocated_size"] for part in pool)
-        needed, predicted = sum(part["total_size"] for part in pool) + outside, peak(config, on_gpu=True).total
-        print(f"{recompute}: {needed / 1e9:.2f} GB, {predicted / 1e9:.2f} GB predicted")
-        assert abs(predicted / needed - 1) < 0.05
-        del stepper, pool
+        seen, predicted = look_at(Stepper(config, Mesh(GPU))), peak(config, on_gpu=True).total
+        print(f"{recompute}: {seen.peak_bytes / 1e9:.2f} GB, {predicted / 1e9:.2f} GB predicted")
+        assert abs(predicted / seen.peak_bytes - 1) < 0.05
         gc.collect()
+        assert not idle_in_graphs, "a graph that is gone keeps no memory"
 
 
 def faulty(fault: str) -> None:
@@ -249,7 +266,18 @@ def reductions() -> None:
 
 PROGRAMS: dict[str, Callable[..., None]] = {
     function.__name__: function
-    for function in (losses, graphs, synchronizations, captured, memory, faulty, deterministic, compiled, reductions)
+    for function in (
+        losses,
+        graphs,
+        behind,
+        synchronizations,
+        captured,
+        memory,
+        faulty,
+        deterministic,
+        compiled,
+        reductions,
+    )
 }
 
 if __name__ == "__main__":

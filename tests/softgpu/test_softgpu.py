@@ -154,6 +154,23 @@ def test_a_stopped_run_is_resumed_evaluated_and_continued_in_text(
     assert json.loads(said[said.index("{") :]) == json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_process_that_hangs_ends_the_run(run: Run, store: Path, tmp_path: Path, graphs: str) -> None:
+    words = ("--parallel.tp", "2", "--run.timeout_s", "20", "--inject-fault", "hang@6:1", "--train.cuda_graphs", graphs)
+    command = " ".join([*BOOST, *training(tmp_path, store, "hangs", *words)])
+    said = run("sh", "-c", f"{command}; test $? -ne 0")
+    assert "process 2 of 2 (rank 1) is not responding (last seen in step " in said
+    assert "process 1 of 2 (rank 0) waited 20 s in step 6, phase step" in said
+
+
+def test_a_process_that_does_not_reach_a_replay_is_named(run: Run) -> None:
+    """The other one waits for it in a replay, whose collectives NCCL's watchdog does not see."""
+    said = run("sh", "-c", f"torchrun --nproc-per-node 2 {' '.join(PROGRAM[1:])} behind; test $? -ne 0")
+    assert "process 2 of 2 (rank 1) is behind the other processes (last seen in step 7" in said
+    assert "process 1 of 2 (rank 0) waited 5 s in step 7, phase step, in CUDA graph #7 of group 'all'" in said
+    assert "last recorded in a capturing stream" not in said
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_replica_is_lost_and_comes_back(run: Run, store: Path, tmp_path: Path, tp: int) -> None:
     words = ("--parallel.tp", str(tp), "--parallel.dp", "2", "--train.steps", "16", "--train.micro_batch", "1")

@@ -17,6 +17,7 @@ from boost.config.schema import RunConfig
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Axis, Mesh
 from boost.train import heartbeat
+from boost.train.graphs import CapturedPasses
 from boost.train.heartbeat import (
     Beat,
     Heartbeat,
@@ -31,6 +32,7 @@ from boost.train.heartbeat import (
 from boost.train.rendezvous import LAUNCH_DIR
 from tests import toy
 from tests.distributed import run_distributed
+from tests.recorded import recorded_graphs
 
 
 def beat(rank: int, count: int, sequence: int, group: str = "2", **values: Any) -> Beat:
@@ -133,6 +135,16 @@ def test_what_others_write_to_the_store_is_no_heartbeat(text: str) -> None:
     board.post(0, text)
     board.post(1, json.dumps(asdict(beat(1, 3, 5))))
     assert board.read(2) == [beat(1, 3, 5)]
+
+
+def test_the_recorder_is_not_read_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: read.append("{}") or "{}")
+    with recorded_graphs(warm_up=0):
+        latest_collectives()
+        passes = CapturedPasses(lambda *_: torch.zeros(len(latest_collectives()[1])), [], toy.CPU)
+        passes([], 1)
+    assert read == ["{}"] and latest_collectives()[0] == "graph, exchanges"
 
 
 def records() -> str:
