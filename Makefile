@@ -17,7 +17,7 @@
 #   make recompute measure the memory saved and the time added by recomputation, in benchmarks/results/ (15 minutes)
 #   make validate compare predicted and measured steps on this machine, in benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    run the paper's evaluation on this machine, and build the report of all results, benchmarks/report.html
-#                 (about 2.9 hours; keep the machine idle; resumes after an interruption; `python -m benchmarks evaluation --list`
+#                 (about 3.0 hours; keep the machine idle; resumes after an interruption; `python -m benchmarks evaluation --list`
 #                 shows what is left)
 #   make report   rebuild the report from existing results
 #   make release  build the sdist and the wheel, install the wheel in a fresh environment, and walk the pages' commands there

@@ -115,7 +115,7 @@ class Place:
 
 PARTS = (
     Part("data", BOOST, "prepare --stdlib --out data/stdlib", 0.1),
-    Part("wire", BENCH, "wire --set all --out {out}", 100, needs_hosts=True, cpu_only=True),
+    Part("wire", BENCH, "wire --set all --out {out}", 103, needs_hosts=True, cpu_only=True),
     Part("ladder", BENCH, "ladder --wire {results}/wire.json --out {out}", 0.1, needs_hosts=True, cpu_only=True),
     # Directly after the calibration, because the speed of a shared machine changes within hours.
     Part("hardware", BOOST, "plan calibrate --device {device} --out {work}/hardware.toml", 1),

@@ -4,13 +4,14 @@ On one machine, gloo communicates by copying memory on the compute cores, which 
 rate-limited wire, communication takes time proportional to its bytes. Two rates per group are derived from its run without a
 limit: on the *share-matched* wire, communication takes the same fraction of a btp step as in the paper's 7B row on A100s; on the
 *slow* wire, it takes half of the step. Every finished launch is saved, so the same command at the same commit resumes. Needs root
-and iproute2; the main set takes 65 minutes, all sets 100. Keep the machine idle.
+and iproute2; the main set takes 65 minutes, all sets 103. Keep the machine idle.
 
   main      TP 2, d 1024, cola: every layout, with and without overlap; bare collectives; timelines
   meshes    TP 2 x PP 2, TP 2 x DP 2, DP 2
   sizes     d 512, 2048
   families  svd, lax
   many      as many tokens per step, relative to d, as 131k at d 4096
+  halves    btp with and without overlapped halves, on five wires, next to predictions
 """
 
 import argparse
@@ -32,14 +33,17 @@ import torch
 from benchmarks.commands import LEAST_ROUNDS, add_config, require_least
 from benchmarks.experiments.contest import spread
 from benchmarks.experiments.hosts import Host, hosts, why_no_hosts
-from benchmarks.experiments.results import MACHINE, Facts, MeasurementError, facts_of, keep, resumed
+from benchmarks.experiments.results import MACHINE, Facts, MeasurementError, facts_of, keep, read, resumed
 from benchmarks.experiments.sections import save
-from benchmarks.experiments.wire_plan import MARKED, NO_LIMIT, SETS, WireGroup, WireSet, on_wire, row_of, wire_name
+from benchmarks.experiments.wire_plan import NO_LIMIT, SETS, WireGroup, WireSet, on_wire, row_of, wire_name
 from benchmarks.experiments.wire_report import ISSUE, MIB
 from boost.config import Config
 from boost.errors import ConfigError
 from boost.format import format_duration
 from boost.parallel.mesh import Mesh
+from boost.plan.collectives import step_collectives
+from boost.plan.hardware import Hardware, Link
+from boost.plan.timing import predict
 
 ROOT = Path(__file__).parents[2]
 """Working directory of the processes, from which they import `benchmarks`."""
@@ -58,6 +62,8 @@ class WireLaunch:
     group: WireGroup
     wire: str
     number: int
+    fraction: float | None = None
+    """Fraction of a step that communication takes, if that determines the rate."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -87,8 +93,12 @@ def wire(plan: WireSet, source: str, overrides: Sequence[str], rates: Sequence[f
             measured = measure(found, mbit, launch, configs[launch.group.name], plan.rounds, draws=last)
         ran = {"group": launch.group.name, "wire": launch.wire, "launch": launch.number}
         facts["groups"].append({**ran, **measured, "wall_s": round(time.monotonic() - begun, 1)})
-        facts["marked"] = _marked(facts, plan.groups[0])
+        first = plan.groups[0]
+        free = on_wire(facts, first.name, NO_LIMIT)[0]
+        facts["marked"] = {name: marked_rate(free, first.reference, share) for name, share in plan.marked.items()}
         keep(out, facts, PARTIAL)
+    if plan.name == "halves":
+        facts["predicted"] = predicted_gains(plan, configs[plan.groups[0].name], out.with_name("validation.json"))
     save(out, facts)
     out.with_suffix(PARTIAL).unlink(missing_ok=True)
     return 0
@@ -105,22 +115,17 @@ def schedule(plan: WireSet, rates: Sequence[float]) -> Iterator[WireLaunch]:
                 for rate in sorted(rates, reverse=True):
                     yield WireLaunch(group, wire_name(rate), number)
             if number < plan.launches:
-                for name in MARKED:
-                    yield WireLaunch(group, name, number)
+                for name, fraction in plan.marked.items():
+                    yield WireLaunch(group, name, number, fraction)
 
 
 def rate_of(facts: Facts, launch: WireLaunch) -> float | None:
     """Mbit/s of a launch's wire, or None for no limit. Marked rates come from the group's first launch without a limit."""
     if launch.wire == NO_LIMIT:
         return None
-    if launch.wire not in MARKED:
+    if launch.fraction is None:
         return float(launch.wire.split()[0])
-    return _marked(facts, launch.group)[launch.wire]
-
-
-def _marked(facts: Facts, group: WireGroup) -> dict[str, float]:
-    free = on_wire(facts, group.name, NO_LIMIT)[0]
-    return {name: marked_rate(free, group.reference, fraction) for name, fraction in MARKED.items()}
+    return marked_rate(on_wire(facts, launch.group.name, NO_LIMIT)[0], launch.group.reference, launch.fraction)
 
 
 def marked_rate(free: Facts, reference: str, fraction: float) -> float:
@@ -129,6 +134,29 @@ def marked_rate(free: Facts, reference: str, fraction: float) -> float:
     row = row_of(free, reference)
     seconds = spread(row["seconds"]).median
     return max(1, round(row["sent_bytes"] * 8e-6 * (1 - fraction) / (fraction * seconds)))
+
+
+WIRE_OVERLAP = 0.5
+"""Fraction of compute time in which a limited wire sends: the cores that compute also feed it (estimate)."""
+
+
+def predicted_gains(plan: WireSet, configs: Mapping[str, Config], validation: Path) -> dict[str, float]:
+    """Predicted speed-up of overlapped halves on every marked wire, with the calibrated profile in the result of 'validation'; {}
+    without one."""
+    if not validation.is_file() or not (machine := read(validation, "validation")["machine"]):
+        return {}
+    hardware = Hardware.model_validate(machine["hardware"]).model_copy(update={"overlap": WIRE_OVERLAP})
+    plain, halved = (configs[each.name] for each in plan.groups[0].contenders)
+    sent, gains = sum(each.sent_bytes for each in step_collectives(plain)), {}
+
+    def seconds(config: Config, gb_s: float) -> float:
+        link = Link(name="wire", latency_us=0.0, gb_s=gb_s)
+        return predict(config, hardware.model_copy(update={"node": link, "network": link})).seconds
+
+    for name, fraction in plan.marked.items():
+        gb_s = sent * 1e-9 * (1 - fraction) / (fraction * seconds(plain, 1e6))
+        gains[name] = seconds(plain, gb_s) / seconds(halved, gb_s)
+    return gains
 
 
 def _begin(plan: WireSet, configs: Mapping[str, Mapping[str, Config]], rates: Sequence[float], out: Path) -> Facts:
@@ -165,7 +193,7 @@ def _done(facts: Facts) -> set[tuple[str, str, int]]:
 
 
 def _words(launch: WireLaunch) -> str:
-    wire = f"{launch.wire} wire" if launch.wire in MARKED else launch.wire
+    wire = launch.wire if launch.fraction is None else f"{launch.wire} wire"
     return f"{launch.group.name}, {wire}, launch {launch.number + 1}"
 
 
@@ -262,7 +290,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=[1000.0], metavar="MBIT", help=words)
     words = "launches per marked rate (default 5 in the main set, 3 in many, 2 in the others)"
     parser.add_argument("--launches", type=int, metavar="N", help=words)
-    words = "rounds per launch, at least 7 (default 15 in the main set, 7 in the others)"
+    words = "rounds per launch, at least 7 (default 15 in the main set, 9 in halves, 7 in the others)"
     parser.add_argument("--rounds", type=int, metavar="N", help=words)
     parser.add_argument("--restart", action="store_true", help="first discard the set's launches and results")
 

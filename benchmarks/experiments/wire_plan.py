@@ -1,6 +1,6 @@
 """The sets that `python -m benchmarks wire` measures, as data.
 
-Steps are short (0.2 to 0.8 s without a limit), because all sets together must fit into 100 minutes on two cores. Models therefore
+Steps are short (0.2 to 0.8 s without a limit), because all sets together must fit into 103 minutes on two cores. Models therefore
 have at most two blocks, batches have few tokens, and a small vocabulary keeps the head a small fraction of a step. Comparing
 layouts requires the right ratio of communication to computation in a block, so the wire's rates are derived from that ratio. With
 few tokens, the gradient sums of replicated weights (`btp-sp`, `btp-cp`, `ulysses`), once per step, weigh more than in the paper's
@@ -120,6 +120,8 @@ class WireSet:
     """Rounds per launch."""
     free_launches: int = 1
     """Launches without a limit."""
+    marked: Mapping[str, float] = field(default_factory=lambda: MARKED)
+    """Fraction of a step of the group's reference that communication takes on each marked wire."""
 
 
 MEGATRONS = plain_and_halved(MEGATRON, MEGATRON_SP)
@@ -238,7 +240,23 @@ MANY = WireSet(
     rounds=7,
 )
 
-SETS = {each.name: each for each in (MAIN, MESHES, SIZES, FAMILIES, MANY)}
+# Where overlapped halves pay: their GEMMs have half the tokens, and twice as many operations start. The set takes 3 minutes.
+HALVES = WireSet(
+    "halves",
+    (
+        WireGroup(
+            "one sequence",
+            size=(1024, 2, 2736, 16),
+            batch={"vocab_size": 1024, "seq_len": 512, "micro_batch": 1, "global_batch": 1},
+            contenders=plain_and_halved(BTP),
+        ),
+    ),
+    launches=2,
+    rounds=9,
+    marked={f"{share:.0%} of a step": share for share in (0.1, 0.17, 0.3, 0.5, 0.7)},
+)
+
+SETS = {each.name: each for each in (MAIN, MESHES, SIZES, FAMILIES, MANY, HALVES)}
 """Sets by name, in the order in which `--set all` measures them."""
 
 

@@ -71,6 +71,7 @@ TITLES = {
     "sizes": "The same at other sizes",
     "families": "The same for other families",
     "many": "The same with many tokens per step",
+    "halves": "When overlapped halves pay",
 }
 
 
@@ -176,6 +177,8 @@ def section(facts: Facts) -> Section:
         return Section(TITLES[name], (parts[0], figure, _gains_table(facts), *parts[1:]))
     suffix = "" if name == "main" else f"-{name}"
     (group,) = groups
+    if name == "halves":
+        return Section(TITLES[name], (lead, _halves_table(facts, group), _hidden_table(facts, group)))
     parts.append(_hidden_table(facts, group))
     if launches_of(facts, group)[0].get("collectives"):
         parts.append(_collective_table(facts, group))
@@ -203,6 +206,21 @@ def _step_table(facts: Facts, group: str) -> Table:
     shape = shape_of(launches_of(facts, group)[0])
     caption = f"{what}step time by wire (measured). {shape}. Launches: {', '.join(launched)}."
     return Table(caption, tuple(headings), tuple(cells))
+
+
+def _halves_table(facts: Facts, group: str) -> Table:
+    """Speed-up of overlapped halves by wire, measured and predicted."""
+    plain, halved = names_of(facts, group)
+    cells = []
+    for wire, mbit in wires(facts, group).items():
+        times = [in_ms(spread(seconds_of(facts, group, wire, name))) for name in (plain, halved)]
+        gain, predicted = faster(facts, group, wire, halved, plain), facts["predicted"].get(wire)
+        cells.append(
+            (wire, f"{mbit:g}" if mbit else "-", *times, verdict_words(gain), f"{predicted:.2f}" if predicted else "-")
+        )
+    caption = f"Speed of overlapped halves relative to whole micro-batches. {shape_of(launches_of(facts, group)[0])}."
+    headings = ("communication", "Mbit/s:", "whole, ms:", "halves, ms:", "measured:", "predicted:")
+    return Table(caption, headings, tuple(cells))
 
 
 def _title(wire: str, mbit: float | None) -> str:

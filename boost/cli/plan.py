@@ -76,6 +76,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="find the fastest layout for several batch sizes (tokens per step) and numbers of GPUs, up to --gpus",
     )
+    parser.add_argument(
+        "--worth",
+        action="store_true",
+        help="compare the low-rank model with dense ones of equal shape, parameters, FLOPs and time",
+    )
     parser.set_defaults(takes_overrides=True)
     return parser
 
@@ -104,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--svg draws the grid of --by-gpus, so it requires that option; add --by-gpus")
         require_drawable(args.svg)
     if args.config is not None:
-        for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus", "gpu_hours"):
+        for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus", "gpu_hours", "worth"):
             if getattr(args, name) not in (None, False):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} applies only to a search, but explaining CONFIG = '{args.config}' involves no "
@@ -121,6 +126,10 @@ def run(args: argparse.Namespace) -> int:
         from boost.cli.plan_grids import print_grid
 
         return print_grid(args, request)
+    if args.worth:
+        from boost.cli.plan_worth import print_worth
+
+        return print_worth(args, request)
     from boost.cli.plan_report import search_and_report
 
     source = source_of(args.model)

@@ -222,7 +222,7 @@ def test_a_tie_goes_to_the_simpler_plan(capsys: Capture) -> None:
 
 
 def test_by_gpus(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("boost.plan.search.MOST_TOKENS", 1024)
+    monkeypatch.setattr("boost.cli.plan_grids.MOST_TOKENS", 1024)
     drawn = tmp_path / "grid.svg"
     words = [*SMALL[:6], "--seq", "256", "--by-gpus"]
     code, out, _ = say(capsys, "plan", *words, "--svg", str(drawn))

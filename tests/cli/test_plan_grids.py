@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from boost.cli.plan_grids import slower_than
-from boost.plan import search as grids
+from boost.cli import plan_grids as grids
+from boost.cli.plan_grids import Grid, GridPlan, slower_than
 from boost.plan.candidates import Request
-from boost.plan.search import Grid, GridPlan, Search
+from boost.plan.search import Search
 from tests.plan.toys import base, hardware
 
 
