@@ -24,7 +24,6 @@ SKIPPED = {
     "pip install": "the environment exists",
     "boost recipe": "downloads; tests/cli/test_recipe.py, test_recipe_heal.py",
     "examples/long.toml": "takes minutes",
-    "smollm2": "downloads a model",
     "transformers serve": "tests/convert/test_serve.py",
     "curl": "tests/convert/test_serve.py",
     "lm_eval": "downloads tasks; tests/cli/test_eval_tasks.py",
