@@ -346,7 +346,8 @@ def own_head(model: ModelConfig, layout: Sharding) -> tuple[int, int] | None:
 def normed_heads(
     q_BSHE: Tensor, k_BSKE: Tensor, gamma_q_E: Tensor, gamma_k_E: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """RMSNorm of every head of q and k (qk-norm, arXiv 2302.05442) -> (both, rounded to their dtype once; 1 / RMS, [..., 1])."""
+    """RMSNorm of every head of q and k (qk-norm, arXiv 2302.05442) -> (both, rounded to their dtype once; 1 / RMS, [..., 1]). One
+    device kernel for each of them."""
     dtype, made = torch.float64 if q_BSHE.dtype == torch.float64 else torch.float32, []
     for x, gamma_E in ((q_BSHE, gamma_q_E), (k_BSKE, gamma_k_E)):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)

@@ -19,8 +19,8 @@ from tests import toy
 from tests.convert.toys import LLAMA, all_logits, llama_folder, loaded, write_folder
 
 
-def low_rank_folder(folder: Path, store: Path, rank: int) -> None:
-    """A LLaMA folder whose linears all have this rank."""
+def low_rank_folder(folder: Path, store: Path, rank: int, **changes: Any) -> None:
+    """A LLaMA folder whose linears all have this rank, or with `changes` that of a Qwen3 with biases."""
     tensors = llama_folder(folder, vocab_size=300)
     generator = torch.Generator().manual_seed(3)
 
@@ -30,7 +30,12 @@ def low_rank_folder(folder: Path, store: Path, rank: int) -> None:
         return b @ a * 0.2 / rank**0.5
 
     made = {name: product(w) if name.endswith("_proj.weight") else w for name, w in tensors.items()}
-    write_folder(folder, {**LLAMA, "vocab_size": 300}, made)
+    for layer in range(LLAMA["num_hidden_layers"]) if changes else ():
+        path = f"model.layers.{layer}.self_attn"
+        made |= {f"{path}.{name}_norm.weight": torch.linspace(0.5, 1.5, 8) for name in "qk"}
+        for name in "qkvo":
+            made[f"{path}.{name}_proj.bias"] = torch.linspace(-1, 1, len(made[f"{path}.{name}_proj.weight"]))
+    write_folder(folder, {**LLAMA, "vocab_size": 300, **changes}, made)
     (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
 
 
@@ -39,8 +44,9 @@ def compressed(source: Path, out: Path, store: Path, budget: float, **how: Any) 
     return import_weights(source, out, None, None, compression, 10**9)
 
 
-def test_low_rank_weights_lose_nothing(tmp_path: Path, store: Path) -> None:
-    low_rank_folder(tmp_path / "theirs", store, 4)
+@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3", "attention_bias": True, "head_dim": 8}], ids=str)
+def test_low_rank_weights_lose_nothing(changes: dict[str, Any], tmp_path: Path, store: Path) -> None:
+    low_rank_folder(tmp_path / "theirs", store, 4, **changes)
     import_weights(tmp_path / "theirs", tmp_path / "dense", None, None, None, 10**9)
     done = compressed(tmp_path / "theirs", tmp_path / "svd", store, 0.5)
     dense, (svd, checkpoint) = loaded(tmp_path / "dense")[0], loaded(tmp_path / "svd")

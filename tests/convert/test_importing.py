@@ -116,6 +116,9 @@ def test_models_of_other_classes_come_in_and_go_back(kind: str, fields: dict[str
     torch.testing.assert_close(all_logits(decoder, tokens), expected, rtol=0, atol=1e-5 * largest)
     greedy = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     text = theirs.generate(tokens[:1, :5], **greedy)[0, 5:].tolist()
+    torch.testing.assert_close(
+        boost.Model.from_pretrained(tmp_path / "theirs")(tokens), expected, rtol=0, atol=1e-5 * largest
+    )
     assert list(generate(decoder, tokens[0, :5].tolist(), 9, Sampling(temperature=0))) == text
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert type(again).__name__ in (f"{kind}ForCausalLM", "LlamaForCausalLM")

@@ -62,7 +62,7 @@ def test_nothing_is_kept_but_the_inputs() -> None:
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (gate, up, cos, sin)}
 
 
-ROW_SUMS = ("normed", "normed_backward", "token_logits")
+ROW_SUMS = ("normed", "normed_backward", "normed_heads", "token_logits")
 """A row sum and the operations that use it are one Triton kernel, but several C++ loops."""
 
 

@@ -70,7 +70,9 @@ def compare(config: Config, ids: torch.Tensor | None = None) -> tuple[float, flo
 
 
 def config_of(family: str, parallel: dict[str, Any], recompute: str = "none") -> Config:
-    model, train = {"family": family, "layers": 1}, {"recompute": recompute}
+    """Recomputing blocks also have biases and norms of heads."""
+    heads = {"attn_bias": "qkvo", "qk_norm": True} if recompute != "none" else {}
+    model, train = {"family": family, "layers": 1, **heads}, {"recompute": recompute}
     return toy.toy_config("float64", model=model, parallel={**parallel, "tp": 2}, train=train)
 
 
@@ -80,6 +82,16 @@ def test_a_block_is_one_graph(model: dict[str, Any], parallel: dict[str, Any]) -
     for loss, gradients, same, _ in run_distributed(2, compare, config_of(model["family"], parallel)):
         assert max(loss, gradients) <= 1e-12
         assert same
+
+
+@pytest.mark.nightly
+def test_blocks_with_biases_and_norms_of_heads_are_one_graph_each() -> None:
+    """One for blocks with RoPE, and one for those without."""
+    model = {"layers": 4, "attn_bias": "qkvo", "qk_norm": True, "nope_layers": [1, 3], "head_dim": 6}
+    config = toy.toy_config("float64", model=model, parallel={"tp": 2})
+    for loss, gradients, _, graphs in run_distributed(2, compare, config):
+        assert max(loss, gradients) <= 1e-12
+        assert graphs == 2
 
 
 RECOMPUTING = [
