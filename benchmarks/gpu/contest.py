@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.commands import LEAST_ROUNDS
-from benchmarks.experiments.contest import Call, spread, take_turns
+from benchmarks.experiments.contest import Call, refuse_zeros, spread, take_turns
 from benchmarks.experiments.official import published
 from benchmarks.experiments.peers import HF, HF_COMPILED, hugging_face, of_family
 from benchmarks.experiments.plain import FORMS, PlainStep, mean_loss, plain_step
@@ -286,7 +286,7 @@ def measure(contest: Contest, args: argparse.Namespace) -> dict[str, Any]:
         for name, make in contest.build.items():
             try:
                 calls[name] = make()
-                calls[name]()
+                refuse_zeros(name, calls[name]())
             except Exception as error:  # of any library
                 calls.pop(name, None)
                 reasons[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]

@@ -96,24 +96,6 @@ def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
             yield section, info.annotation
 
 
-_NEGATIVE = "(see docs/negative-results.md)"
-REMOVED = {
-    "model.dlr_alpha": f"2026-11-25 {_NEGATIVE}",
-    "spectron": f"2026-11-25 {_NEGATIVE}",
-    "optim.spectron": f"2026-11-25 {_NEGATIVE}",
-    "optim.frobenius_decay": f"2026-11-26 {_NEGATIVE}",
-    "optim.refresh_only": f"2026-11-26 {_NEGATIVE}",
-    "zero-bubble": "2026-11-26; use 'interleaved-1f1b'",
-    "run.trackio": "2026-11-26; use run.wandb, or TensorBoard",
-    "train.early_stopping_patience": "2026-11-26; use train.keep_best, or a hook that calls trainer.request_stop",
-    "train.early_stopping_threshold": "2026-11-26; use train.keep_best, or a hook that calls trainer.request_stop",
-    "data.recheck_every": "2026-11-26; data.verify = true verifies the whole store before the first step",
-}
-"""When keys and names were removed. Removed keys are ignored if set to 0 or false, which had no effect, or to a former default."""
-FORMER_DEFAULTS = {"data.recheck_every": 100}
-"""Defaults of removed keys that were on by default: every configuration saved earlier contains them."""
-
-
 def from_tree(tree: dict[str, Any]) -> Config:
     """Validates a parsed TOML or JSON document, including the rules between fields. Raises ConfigError."""
     config = validated(tree)
@@ -123,11 +105,6 @@ def from_tree(tree: dict[str, Any]) -> Config:
 
 def validated(tree: dict[str, Any]) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
-    for section, key in (name.split(".") for name in REMOVED if "." in name):
-        table = tree.get(section)
-        if isinstance(table, dict) and table.get(key) in (0, FORMER_DEFAULTS.get(f"{section}.{key}", 0)):
-            tree = {**tree, section: {name: value for name, value in table.items() if name != key}}
-
     for section, table in tree.items():
         for key, value in table.items() if isinstance(table, dict) else ():
             texts = value if isinstance(value, list | tuple | dict) else (value,)
@@ -256,9 +233,7 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":
             choices = [str(choice) for choice in get_args(known[key].annotation)]
             near = _suggest(str(value), choices, "value")
-            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith(
-                ("did you mean", "it was removed")
-            )
+            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
         case "greater_than_equal":
             return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":
@@ -294,8 +269,6 @@ def _explain(error: ValidationError) -> str:
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     """'did you mean ...?' with the nearest choice, or the list of all choices."""
-    if removed := REMOVED.get(word.partition("_")[0] if word.startswith("optim.spectron") else word):
-        return f"it was removed on {removed}"
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]
     near = [name for name in names if name.rpartition(".")[2] == last]  # the right key in the wrong section

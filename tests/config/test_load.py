@@ -121,7 +121,6 @@ BAD = [
         ["--parallel.pp", "2", "--parallel.schedule", "interleaved-1f1b", "--train.global_batch", "40"],
         ["5 micro-batches", "divisible by n // ", "nearest valid value: 48"],
     ),
-    (["--parallel.pp", "2", "--parallel.schedule", "zero-bubble"], ["it was removed on", "use 'interleaved-1f1b'"]),
     (["--parallel.shard_outer", "true"], ["shard_outer = true", "shard = 'none'", "'full' or 'optimizer'"]),
     (
         ["--parallel.tp", "2", "--parallel.shard", "full", "--parallel.shard_outer", "true"],
@@ -393,36 +392,6 @@ def test_a_mixture_and_a_store_replace_each_other(tmp_path: Path) -> None:
     assert one.data.sources == {"c": 1.0}
     file.write_text('[data]\nstore = "c"\n')
     assert load(str(file), ["--data.mixture", "{ a = 1, b = 2 }"]).data.sources == {"a": 1.0, "b": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("model", "dlr_alpha", 0.5),
-        ("optim", "name", "spectron"),
-        ("optim", "frobenius_decay", 0.1),
-        ("train", "early_stopping_patience", 5),
-        ("data", "recheck_every", 10),
-    ],
-)
-def test_what_was_removed_is_refused(section: str, key: str, value: object) -> None:
-    message = r"'(spectron|\w+\.\w+)'.*; it was removed on 2026-11-2\d( \(see docs/negative-results.md\)|; \w.*)$"
-    with pytest.raises(ConfigError, match=message):
-        from_tree({section: {key: value}})
-    with pytest.raises(ConfigError, match=message):
-        load(None, [f"--{section}.{key}", str(value)])
-
-
-def test_a_saved_configuration_that_does_without_what_was_removed_still_loads() -> None:
-    train = {"early_stopping_patience": 0, "early_stopping_threshold": 0.0}
-    for every in (0, 100):  # never, and by default
-        tree = {
-            "model": {"dlr_alpha": 0.0},
-            "run": {"trackio": False},
-            "train": train,
-            "data": {"recheck_every": every},
-        }
-        assert from_tree(tree) == from_tree({})
 
 
 @pytest.mark.parametrize(("family", "lr"), [("dense", 3e-4), ("svd", 3e-4), ("cola", 1e-4), ("lax", 1e-4)])
