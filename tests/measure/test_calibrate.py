@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from boost.config.load import from_tree
+from boost.config.schema import Config
 from boost.measure import calibrate, speed
 from boost.measure.calibrate import calibrate_process, fit_gemm, problems
 from boost.measure.speed import Point
 from boost.parallel.mesh import Mesh
-from boost.plan.hardware import AttentionSpeed, GemmSpeed, load_hardware
+from boost.plan.hardware import AttentionSpeed, GemmSpeed, HostTime, load_hardware
 from boost.plan.timing import predict
 from tests import toy
 from tests.distributed import run_distributed
@@ -93,6 +94,27 @@ def test_the_planner_accepts_a_calibrated_profile_and_a_useless_one_is_refused(t
     step = predict(from_tree({"model": model, "parallel": {"tp": 2, "layout": "btp"}, "train": train}), hardware)
     assert 0 < step.seconds < 60
     assert step.parts["TP collectives"] > 0
+
+
+@pytest.mark.parametrize(("name", "modes"), [("h100-80g", ["none", "kernels", "blocks"]), ("cpu", ["none"])])
+def test_the_host_is_measured_in_each_mode_of_compilation(
+    name: str, modes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs: the time of a pass per operation; CPUs compile nothing by default."""
+    asked: list[str] = []
+
+    def timed(config: Config, device: Any, rounds: int) -> list[float]:
+        asked.append(config.train.compile)
+        return [{"none": 1.0, "kernels": 4e-3, "blocks": 2e-3}[config.train.compile]]
+
+    monkeypatch.setattr(calibrate, "time_passes", timed)
+    known = load_hardware("h100-80g").model_dump(exclude_none=True)
+    found = calibrate._host_us(Mesh(torch.device("cpu")), known | ({"device": "cpu"} if name == "cpu" else {}))
+    assert asked == modes and set(found) == set(HostTime.model_fields) and found["step"] == found["none"] > 0
+    if name == "cpu":
+        assert found["blocks"] == found["kernels"] == found["none"]
+    else:
+        assert found["kernels"] == pytest.approx(2 * found["blocks"], rel=0.01)
 
 
 # What calibration refuses, and what it warns about.
