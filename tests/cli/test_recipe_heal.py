@@ -58,6 +58,7 @@ def test_from_the_weights_to_the_comparison(words: list[str], capsys: Capture) -
     assert json.loads((run / "recipe.json").read_text()) == facts
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_ends_the_recipe_and_the_next_call_continues(words: list[str], capsys: Capture) -> None:
     code, out, err = say(capsys, *words, "--steps", "4", "--yes", "--distill.weight", "2")
     assert code == 2 and "distill.weight = 2" in err and err.count("\n") == 1
