@@ -4,7 +4,7 @@
     boost prepare build/corpus/text.jsonl.xz --tokenizer train:32000 --out data/worth
 
 Each document is one file of a package, without markup. Only paragraphs of English prose that no earlier file contains are kept:
-190 MB of text, 36 MiB compressed. `--latest` downloads the versions that apt offers, and rewrites corpus.toml.
+190 MB of text, 36 MiB compressed, 48M tokens. `--latest` downloads the versions that apt offers, and rewrites corpus.toml.
 """
 
 import argparse
