@@ -6,7 +6,7 @@
 #   SEEDS="0 1 2" STORE=data/worth benchmarks/gpu/worth.sh
 #   DEVICE=cpu benchmarks/gpu/worth.sh                   dry run with small models, on the Python standard library
 #
-# benchmarks/gpu/corpus.sh makes the store.
+# benchmarks/gpu/corpus.py says how to make the store.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 . benchmarks/gpu/pieces.sh
