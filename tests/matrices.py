@@ -95,9 +95,11 @@ def first(count: int, rows: Sequence[Any], names: Sequence[str] | None = None) -
     return _marked(rows, names, lambda number: number >= count)
 
 
-def chosen(numbers: Collection[int], rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
-    """The same with the rows at these indices."""
-    return _marked(rows, names, lambda number: number not in numbers)
+def chosen(daily: Collection[str], rows: Sequence[Any], names: Sequence[str] | None = None) -> list[Any]:
+    """The same with the rows of these names. Fails if there is no such row, such as after a change of `pairwise`'s options."""
+    names = names or [str(row) for row in rows]
+    assert set(daily) <= set(names), f"no row has the name {(set(daily) - set(names)).pop()!r}; choose another one"
+    return _marked(rows, names, lambda number: names[number] not in daily)
 
 
 def each_value(rows: Sequence[Row], names: Sequence[str]) -> list[Any]:
@@ -107,7 +109,7 @@ def each_value(rows: Sequence[Row], names: Sequence[str]) -> list[Any]:
     while missing:
         numbers.append(max(range(len(rows)), key=lambda number: len(values[number] & missing)))
         missing -= values[numbers[-1]]
-    return chosen(numbers, rows, names)
+    return _marked(rows, names, lambda number: number not in numbers)
 
 
 def _marked(rows: Sequence[Any], names: Sequence[str] | None, by_night: Callable[[int], bool]) -> list[Any]:

@@ -73,7 +73,17 @@ COMPILED: list[dict[str, Any]] = [
 """Each takes a minute or more in torch's compiler."""
 
 
-@pytest.mark.parametrize("sections", chosen((0, 2, 4), [*COMPOSED, *COMPILED]))
+@pytest.mark.parametrize(
+    "sections",
+    chosen(
+        [
+            "{'parallel': {'cp': 2, 'dp': 2, 'shard': 'full'}}",
+            "{'parallel': {'cp': 2, 'tp': 2, 'layout': 'btp-cp', 'shard': 'full', 'shard_outer': True}}",
+            "{'parallel': {'cp': 2, 'tp': 2, 'layout': 'btp-sp'}, 'model': {'family': 'lax', 'gate': 'tensor', 'rank': 16}}",
+        ],
+        [*COMPOSED, *COMPILED],
+    ),
+)
 @pytest.mark.slow
 def test_it_composes(sections: dict[str, Any]) -> None:
     config = toy.toy_config("float64", **{**sections, "train": {"micro_batch": 1, **sections.get("train", {})}})

@@ -18,7 +18,7 @@ from boost.train.model import host_batch, to_device
 from boost.train.step import run_passes
 from tests import toy
 from tests.distributed import run_distributed
-from tests.matrices import Row, chosen
+from tests.matrices import Row, chosen, ids
 from tests.trained import Trained, compare_with_table, made_up_batches, require_one_process
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,14 @@ SHARDED: list[Row] = [
 @pytest.mark.parametrize(
     "parallel",
     chosen(
-        (5, 8, 9, 14, 18, 19),  # the other meshes have tests of their own
+        [
+            "{'pp': 2, 'dp': 2, 'tp': 1}",
+            "{'pp': 2, 'tp': 2, 'layout': 'btp-sp', 'schedule': 'interleaved-1f1b'}",
+            "{'pp': 2, 'tp': 2, 'layout': 'btp', 'schedule': '1f1b', 'split': [1, 3]}",
+            "{'tp': 2, 'dp': 1, 'layout': 'btp-sp', 'shard': 'full', 'shard_outer': True}",
+            "{'tp': 1, 'dp': 2, 'pp': 2, 'shard': 'full', 'schedule': 'interleaved-1f1b', 'virtual': 3}",
+            "{'tp': 1, 'dp': 2, 'pp': 2, 'shard': 'optimizer'}",
+        ],  # the other meshes have tests of their own
         [*MESHES, *({"pp": 2, "tp": 2, **row} for row in SCHEDULES), *({"tp": 2, "dp": 2, **row} for row in SHARDED)],
     ),
 )
@@ -100,7 +107,15 @@ LAYOUTS: list[tuple[str, Row]] = [
 @pytest.mark.parametrize(
     ("family", "layout", "shard"),
     # Every second row, of which every second one under each way.
-    chosen((0, 5, 8, 13), [(*row, shard) for row in LAYOUTS for shard in ("optimizer", "full")]),
+    chosen(
+        [
+            "('svd', {'layout': 'btp'}, 'optimizer')",
+            "('cola', {'layout': 'btp-sp', 'shard_outer': True}, 'full')",
+            "('cola', {'layout': 'vanilla'}, 'optimizer')",
+            "('dense', {'layout': 'megatron-sp'}, 'full')",
+        ],
+        [(*row, shard) for row in LAYOUTS for shard in ("optimizer", "full")],
+    ),
 )
 def test_every_sharding_of_every_layout_is_one_process(family: str, layout: Row, shard: str) -> None:
     # One key/value head: its weights are held whole by both TP processes, and their gradients are partial.
@@ -124,7 +139,10 @@ COMBINED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "parallel", "recompute"), chosen((4,), COMBINED))
+@pytest.mark.parametrize(
+    ("family", "parallel", "recompute"),
+    chosen(["lax-btp-cp-1f1b-full-True-halves-low-rank"], COMBINED, ids(COMBINED)),
+)
 def test_all_at_once(family: str, parallel: dict[str, Any], recompute: str) -> None:
     mesh = {"pp": 2, "dp": 2, "tp": 2}
     check(config_of(mesh | parallel, model={"family": family}, train={"recompute": recompute}))
@@ -194,7 +212,16 @@ CROSSING = [
 ]
 
 
-@pytest.mark.parametrize(("model", "parallel"), chosen((4, 5), CROSSING))
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    chosen(
+        [
+            "({'gate': 'tensor'}, {'layout': 'btp', 'schedule': 'interleaved-1f1b', 'grouping': False})",
+            "({'gate': 'tensor'}, {'layout': 'btp-sp', 'pp': 1, 'dp': 2, 'shard': 'full'})",
+        ],
+        CROSSING,
+    ),
+)
 def test_latents_that_cross_blocks_cross_stages(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     check(config_of({"pp": 2, "tp": 2, **parallel}, model={"family": "lax", **model}))
 
@@ -207,7 +234,17 @@ FAMILIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("model", "schedule"),
-    chosen((0, 4, 8, 9, 13, 17), list(itertools.product(FAMILIES, ("gpipe", "1f1b", "interleaved-1f1b")))),
+    chosen(
+        [
+            "({'family': 'dense'}, 'gpipe')",
+            "({'family': 'svd'}, '1f1b')",
+            "({'family': 'cola'}, 'interleaved-1f1b')",
+            "({'family': 'lax', 'gate': 'identity'}, 'gpipe')",
+            "({'family': 'lax', 'gate': 'tensor'}, '1f1b')",
+            "({'family': 'lax', 'gate': 'dense'}, 'interleaved-1f1b')",
+        ],
+        list(itertools.product(FAMILIES, ("gpipe", "1f1b", "interleaved-1f1b"))),
+    ),
 )
 def test_every_family_under_every_schedule_is_one_process(model: dict[str, Any], schedule: str) -> None:
     parallel = {"pp": 2, "schedule": schedule}
