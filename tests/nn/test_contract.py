@@ -81,8 +81,9 @@ HONORED = {*ways.MODEL, *ways.WRAPPERS, *ways.hooks(ways.STREAMS), "share q_proj
 NOT_OVER_TP = {"pickle": "cannot pickle '.*ProcessGroup' object"}
 BY_TOOLS = "prune", "spectral norm", "DoRA"
 """Tools that refuse DTensors themselves, when they are applied."""
-NOT_BY_FSDP2 = {"gradient hooks", "share q_proj", "share attn"}
-"""torch's FSDP2 replaces parameters, and shards shared ones once."""
+NOT_BY_FSDP2 = {"gradient hooks", "share q_proj", "share attn", "selective checkpoint model"}
+"""torch's FSDP2 replaces parameters, and shards shared ones once. Selective checkpointing around its units raises torch's error, in
+plain models, too: recomputing them records other profiler ranges."""
 
 
 def over_tp(family: str, layout: str, dp: int, names: list[str]) -> dict[str, float | str]:
