@@ -47,7 +47,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: release setup train test quick nightly versions image softgpu test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
+.PHONY: release findings setup train test quick nightly versions image softgpu test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
 
 setup: $(READY)
 
@@ -164,6 +164,10 @@ validate: setup
 # Runs one experiment at a time, because concurrent runs would slow each other down.
 bench: setup
 	$(BIN)/python -m benchmarks evaluation
+
+# What surprised us in other libraries (findings/README.md). Installs pinned packages in temporary folders.
+findings:
+	@for script in findings/*.sh; do echo "$$script"; "$$script" || exit 1; done
 
 report: setup
 	$(BIN)/python -m benchmarks modeled
