@@ -21,9 +21,10 @@ from tests.matrices import (
     LOCAL,
     LOW_RANK_LAYOUTS,
     Row,
-    chosen,
     config_of,
+    first,
     ids,
+    one_in,
     pairwise,
     policies,
     suits,
@@ -109,7 +110,7 @@ def compare(config: Config) -> dict[str, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", chosen(range(18), CELLS, ids([(row,) for row in CELLS])))
+@pytest.mark.parametrize("row", first(18, CELLS, ids([(row,) for row in CELLS])))
 def test_a_policy_changes_no_bit(row: Row) -> None:
     model = {"family": row["family"], "layers": 1 if row["tp"] == 4 else 2}
     verify(row, model, row["dtype"])
@@ -134,7 +135,7 @@ def test_every_second_block_recomputes() -> None:
         assert same["gradients"] and same["table"]
 
 
-@pytest.mark.parametrize("row", chosen(range(9), CROSSING, ids([(row,) for row in CROSSING])))
+@pytest.mark.parametrize("row", first(9, CROSSING, ids([(row,) for row in CROSSING])))
 @pytest.mark.slow
 def test_latents_that_cross_blocks_are_those_of_the_forward_pass(row: Row) -> None:
     verify(row, {"family": "lax", "gate": row["gate"], "rank": 16, "layers": 3}, "float64")
@@ -147,7 +148,7 @@ COMPOSED = [
 ]
 
 
-@pytest.mark.parametrize(("parallel", "policy"), chosen(range(0, len(COMPOSED), 4), COMPOSED))
+@pytest.mark.parametrize(("parallel", "policy"), one_in(4, COMPOSED))
 def test_policies_compose_with_fsdp_and_pipelines(parallel: dict[str, Any], policy: RecomputeName) -> None:
     config = toy.toy_config("float64", parallel=parallel, train={"recompute": policy, "global_batch": 8})
     require_one_process(config, compare_with_single, 1)

@@ -202,7 +202,10 @@ SHARDED = [{"dp": 2, "shard": "optimizer"}, {"dp": 2, "shard": "full"}]
 @pytest.mark.parametrize(
     ("parallel", "acts"),
     chosen(
-        (0, 3),
+        [
+            "({'tp': 2}, (('nan2', 2), ('late stop', 4)))",
+            "({'dp': 2, 'shard': 'full', 'tp': 1}, (('nan', 2), ('mask', 3)))",
+        ],
         [
             ({"tp": 2}, (("nan2", 2), ("late stop", 4))),
             ({"tp": 2}, (("ruin", 6),)),
