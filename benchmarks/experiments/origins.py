@@ -10,9 +10,9 @@ UNKNOWN = "unknown"
 """Commit of a result that was measured outside a git checkout."""
 
 
-COMPUTED = ("modeled", "record", "validation")
-"""Experiments whose predictions are recomputed whenever the performance model changes, and whose times are not compared with other
-results. Each may come from a different clean commit."""
+SEPARATE = ("modeled", "record", "validation", "single", "smollm2", "wire halves")
+"""Experiments (and sets of the wire) whose numbers are compared within one file only, or recomputed whenever the performance model
+changes. Each may come from a clean commit of its own."""
 
 
 def commits(facts: Facts) -> set[tuple[str, bool]]:
@@ -25,13 +25,13 @@ def in_words(results: Mapping[str, Facts]) -> str:
     of_evaluation, separate = _split(results)
     words = _commits_in_words(of_evaluation or separate)
     if of_evaluation and separate:
-        names = sorted({str(facts["experiment"]) for facts in separate.values()})
+        names = sorted({_name(facts) for facts in separate.values()})
         words += f"; {', '.join(names)} from {_commits_in_words(separate)}"
     return words
 
 
 def strays(results: Mapping[str, Facts]) -> list[str]:
-    """One line per result that has uncommitted changes or, unless it is COMPUTED, comes from another commit than most results."""
+    """One line per result that has uncommitted changes or, unless it is SEPARATE, comes from another commit than most results."""
     of_evaluation = _split(results)[0]
     counted = Counter(commit for facts in of_evaluation.values() for commit, _ in commits(facts))
     most = max(counted, key=lambda commit: (commit != UNKNOWN, counted[commit], commit), default=UNKNOWN)
@@ -48,9 +48,13 @@ def strays(results: Mapping[str, Facts]) -> list[str]:
 
 
 def _split(results: Mapping[str, Facts]) -> tuple[dict[str, Facts], dict[str, Facts]]:
-    """The evaluation's results, and the computed ones."""
-    separate = {name: facts for name, facts in results.items() if facts["experiment"] in COMPUTED}
+    """The evaluation's results, and the separate ones."""
+    separate = {name: facts for name, facts in results.items() if _name(facts) in SEPARATE}
     return {name: facts for name, facts in results.items() if name not in separate}, separate
+
+
+def _name(facts: Facts) -> str:
+    return f"wire {facts['set']}" if facts["experiment"] == "wire" and "set" in facts else str(facts["experiment"])
 
 
 def _commits_in_words(results: Mapping[str, Facts]) -> str:

@@ -17,6 +17,7 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Ablation": ("ladder",),
     "Recomputation": ("recompute",),
     "Convergence": ("curves", "perplexity"),
+    "From a dense model": ("smollm2",),
     "Performance model": ("validation", "record"),
 }
 """Chapters of the report, with their experiments."""

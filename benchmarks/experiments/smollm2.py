@@ -23,6 +23,7 @@ from benchmarks.experiments.contest import Call, in_words, ratio, spread, take_t
 from benchmarks.experiments.peers import HF, trained_by
 from benchmarks.experiments.results import (
     Facts,
+    Goal,
     MeasurementError,
     Section,
     Table,
@@ -162,6 +163,23 @@ def measure_speed(config: Config, dense: Path, args: argparse.Namespace) -> Fact
         "flops_per_token": {name: flops_per_token(m, config.train.seq_len) for name, m in models.items()},
         "contest": asdict(take_turns(calls, mesh, args.rounds)),
     }
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """The speed goal, if the speed is measured."""
+    if not (speed := facts["speed"]):
+        return []
+    found = ratio(speed["contest"]["seconds"][HF], speed["contest"]["seconds"][HEALED])
+    share = speed["parameters"][HEALED] / speed["parameters"][HF]
+    return [
+        Goal(
+            "healed SmolLM2-135M / transformers' dense model, tokens/s",
+            f">= {GOAL}x",
+            f"{share:.0%} of the parameters; {speed['tokens']:,} tokens per step, fp32, {speed['threads']} threads",
+            f"{in_words(found)}x",
+            found.low >= GOAL,
+        )
+    ]
 
 
 def section(facts: Facts) -> Section:

@@ -77,8 +77,10 @@ TITLES = {
 
 def goals(facts: Facts) -> list[Goal]:
     """Main set: ratios on the marked wires. Set of many tokens: btp-cp against btp-sp. Both: the fraction of communication hidden.
-    The others have none."""
+    Halves: that none is slower where it is predicted to be faster. The others have none."""
     group = groups_of(facts)[0]
+    if facts["set"] == "halves":
+        return _halves_goals(facts, group)
     if facts["set"] == "many":
         crossings = [_crossing_goal(facts, group, *each) for each in (("share-matched", 1.0), ("slow", 1.25))]
         return [*crossings, _hidden_goal(facts, group)]
@@ -103,6 +105,17 @@ def _ratio_goal(facts: Facts, wire: str, words: str, baseline: str, least: float
     found, what = faster(facts, group, wire, best, baseline), f"{wire} wire: best low-rank layout against {words}"
     shown = f"{in_words(found)} x ({best})"
     return Goal(what, f">= {least:g}x", _where(facts, group, wire), shown, found.low >= least)
+
+
+def _halves_goals(facts: Facts, group: str) -> list[Goal]:
+    """Halves against whole micro-batches on the wires on which halves are predicted to be faster, if there are any."""
+    plain, halved = names_of(facts, group)
+    chosen = [wire for wire, predicted in facts["predicted"].items() if predicted > 1]
+    found = {wire: faster(facts, group, wire, halved, plain) for wire in chosen}
+    shown = "; ".join(f"{wire}: {in_words(gain)} x" for wire, gain in found.items())
+    what, where = "overlapped halves where the planner chooses them", shape_of(launches_of(facts, group)[0])
+    met = all(gain.low >= 1 for gain in found.values())
+    return [Goal(what, ">= 1x", where, shown, met)] if chosen else []
 
 
 def _crossing_goal(facts: Facts, group: str, wire: str, least: float) -> Goal:

@@ -12,7 +12,7 @@ FOUND = Goal("btp-sp against btp, bytes", "0.50x", "here", "0.50x", True, "count
 
 
 def test_every_target_is_found_by_its_name() -> None:
-    assert len({target.what for target in TARGETS}) == len(TARGETS) == 27
+    assert len({target.what for target in TARGETS}) == len(TARGETS) == 29
     for target in TARGETS:
         assert target_of(target.what) is target
     assert target_of("latents  kept without recomputation (`7B`)").what == "latents kept without recomputation"

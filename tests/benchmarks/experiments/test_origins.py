@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.experiments.origins import COMPUTED, UNKNOWN, commits, in_words, strays
+from benchmarks.experiments.origins import SEPARATE, UNKNOWN, commits, in_words, strays
 
 A, B = "a" * 40, "b" * 40
 
@@ -25,10 +25,12 @@ def test_another_commit_and_changes_are_named() -> None:
     assert len(strays({"x.json": facts(None), "y.json": facts(None), "z.json": facts(A)})) == 2
 
 
-def test_computed_experiments_have_commits_of_their_own() -> None:
-    record = {"experiment": COMPUTED[1], "environment": {"git": {"commit": B, "dirty": False}}}
+def test_separate_experiments_have_commits_of_their_own() -> None:
+    record = {"experiment": SEPARATE[1], "environment": {"git": {"commit": B, "dirty": False}}}
     results = {"x.json": facts(A), "record.json": record}
     assert strays(results) == [] and in_words(results) == f"commit {A[:10]}; record from commit {B[:10]}"
+    halves, main = ({**facts(B), "experiment": "wire", "set": name} for name in ("halves", "main"))
+    assert strays({"x.json": facts(A), "halves.json": halves}) == [] and strays({"x.json": facts(A), "main.json": main})
     record["environment"] = {"git": {"commit": B, "dirty": True}}
     (line,) = strays(results)
     assert line.startswith(f"record.json: from commit {B[:10]} with uncommitted changes")

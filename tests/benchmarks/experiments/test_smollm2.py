@@ -62,10 +62,13 @@ def facts(seconds: dict[str, list[float]]) -> Facts:
 def test_speed_is_a_ratio_within_rounds() -> None:
     slow = [1.0, 1.0, 3.0, 1.0, 1.0, 3.0, 1.0]
     seconds = {"healed, BOOST": slow, "transformers LLaMA": [1.5 * each for each in slow]}
-    section = smollm2.section({"quality": None, "speed": facts(seconds)})
+    measured = {"quality": None, "speed": facts(seconds)}
+    section = smollm2.section(measured)
     said, table = section.parts
     assert "trains at 1.50 (1.50 to 1.50) times the tokens/s of transformers' dense model (goal: 1.3)" in str(said)
     assert [row[3:] for row in table.rows] == [
         ("1,024", "1.50 (1.50 to 1.50)", "2.00"),
         ("683", "1.00 (1.00 to 1.00)", "1.00"),
     ]
+    (goal,) = smollm2.goals(measured)
+    assert goal.met and goal.found == "1.50 (1.50 to 1.50)x" and smollm2.goals({"speed": None}) == []
