@@ -64,6 +64,10 @@ class FolderWeights:
         if tied and head in self._tensors.shapes:
             embedding = self._tensors.read(embed)
             tied = torch.equal(embedding, self._tensors.read(head).to(embedding.dtype))
+            if not tied:
+                self.notes.append(
+                    f"config.json ties the head to the embedding, but {head} differs: two tensors are imported"
+                )
         self.model = folder.model if tied and not untie else apart
         self._head = "embed" if tied else "head"
         self.untied = apart.vocab_size * apart.dim if tied and untie else 0
