@@ -177,6 +177,9 @@ class ElasticSaver(CheckpointSaver):
     _division: Division | None = None
     """The division of the moments to which this process's share belongs."""
 
+    def prepare(self) -> None:
+        """Does nothing: replicas rejoin at different times, so the first save allocates the memory."""
+
     def abandon(self) -> int | None:
         """Abandons the save in flight because the replicas changed. Returns its step; None if no save was in flight."""
         step, thread = self.in_flight, self._thread
@@ -206,7 +209,6 @@ class ElasticTrainer(Trainer):
     reducer_type = ElasticReducer
     saver_type = ElasticSaver
     reducer: ElasticReducer
-    _saver: ElasticSaver
 
     def __init__(self, config: Config, recovery: Recovery, run: RunDirectory, hooks: Sequence[Hook] = ()) -> None:
         self.recovery = recovery
@@ -232,9 +234,6 @@ class ElasticTrainer(Trainer):
         conflict = self.optimizer.conflict if isinstance(self.optimizer, DividedAdamW) else None
         return check_replicas(self.fused_params, self.mesh, self.optimizer.moments, conflict)
 
-    def prepare_saves(self) -> None:
-        """Does nothing: replicas rejoin at different times, so the first save allocates the memory."""
-
     def _train(self, peak: float) -> StepFlags:
         self._is_fitting = True
         for event in self._early:
@@ -253,7 +252,7 @@ class ElasticTrainer(Trainer):
 
     def abandon_save(self) -> None:
         """Abandons the save in flight, if any, because the replicas change."""
-        self._abandoned_save = self._saver.abandon()
+        self._abandoned_save = cast(ElasticSaver, self.saves.saver).abandon()
 
     def adopt(self, event: MembershipChange) -> None:
         """Continues with a new set of replicas. `mesh` is already up to date; this process may now be the main one."""

@@ -50,7 +50,7 @@ class BadStepLimit(Hook):
         if event.consecutive >= MAX_BAD_STEPS:
             optim, proven = trainer.config.optim, None
             with contextlib.suppress(OSError):
-                proven = trainer.proven_checkpoint()
+                proven = trainer.saves.proven(trainer.proven_step)
             raise TrainingError(
                 f"{what}: not finite for {event.consecutive} steps in a row, and these steps changed no weights; resume with "
                 f"--resume {proven or 'PATH'} and a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
@@ -120,7 +120,7 @@ class PeriodicCheckpoint(Hook):
             self._saved_step = event.step
         train = self.train
         if train.async_save and (train.save_every or train.save_minutes):
-            trainer.prepare_saves()
+            trainer.saves.saver.prepare()
 
     def before_step(self, trainer: Training, event: StepStart) -> None:
         # Only the main process checks its clock; its request is reduced with the step statistics.
@@ -175,7 +175,7 @@ class PeriodicCheckpoint(Hook):
 
         def remove_old() -> None:
             trainer.run.require_owned()
-            proven = trainer.proven_checkpoint()
+            proven = trainer.saves.proven(trainer.proven_step)
             protected = best | {step for step in [ckpt.step_of(proven)] if step is not None} if proven else best
             ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected)
 

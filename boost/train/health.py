@@ -127,7 +127,7 @@ class HealthMonitor(Hook):
         if trainer.trouble is None:
             proven = None
             with contextlib.suppress(OSError):  # only for the message
-                proven = trainer.proven_checkpoint()
+                proven = trainer.saves.proven(trainer.proven_step)
             saved = f"the proven checkpoint '{proven}' is kept" if proven else "no checkpoint has been proven yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
         trainer.trouble = RunTrouble(text, ruined=kind != "spike")
@@ -142,7 +142,7 @@ class HealthMonitor(Hook):
         self._owes_save = True
         has_better = False
         with contextlib.suppress(OSError):
-            has_better = any(not ckpt.marks_of(path)[0] for path in trainer.checkpoints())
+            has_better = any(not ckpt.marks_of(path)[0] for path in trainer.saves.complete())
         return trainer.trouble.text if trainer.trouble.ruined and has_better else None
 
     def state(self) -> dict[str, Any]:

@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # this module is imported before torch
     from boost.train.evaluate import Evaluation
     from boost.train.model import Model
     from boost.train.rundir import RunDirectory
+    from boost.train.saves import Saves
 
 log = logging.getLogger("boost")
 
@@ -286,6 +287,8 @@ class Training(Protocol):
     fused_params: "list[FusedParam]"
     position: "Position"
     """Steps and tokens so far."""
+    saves: "Saves"
+    """The run's checkpoints."""
     bad_steps: int
     """Consecutive bad steps up to the current position."""
     trouble: RunTrouble | None
@@ -318,17 +321,8 @@ class Training(Protocol):
     def save_last(self, urgent: bool) -> Path | None:
         """Saves the run's last checkpoint, with retries. Collective."""
 
-    def prepare_saves(self) -> None:
-        """Allocates host memory for background saves in advance. Collective."""
-
     def check_replicas(self, again: bool = False) -> None:
         """Compares the weights and moments of all replicas. Collective."""
-
-    def checkpoints(self) -> list[Path]:
-        """The complete checkpoints of this run."""
-
-    def proven_checkpoint(self) -> Path | None:
-        """The newest checkpoint that a later step has proven healthy."""
 
     def request_rollback(self, reason: str) -> None:
         """Requests a rollback after this step. Call it on all processes, in `after_step`."""

@@ -4,10 +4,9 @@ A step is a pure function of (weights, optimizer state, step number): the data, 
 depend only on the step number. A resumed run is therefore bitwise identical to an uninterrupted one.
 """
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from boost.data.mixture import Corpus
 from boost.errors import (
     BoostError,
     DamagedCheckpointError,
-    LostRunError,
     NonFiniteError,
     StorageError,
     TrainingError,
@@ -35,7 +33,6 @@ from boost.parallel.mesh import Mesh
 from boost.parallel.weights import forget_gathered
 from boost.train import checkpoint as ckpt
 from boost.train.agreement import require_same, run_on_all, run_on_main
-from boost.train.best_effort import best_effort
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
@@ -63,6 +60,7 @@ from boost.train.model import Model, build_model, initialize_model
 from boost.train.replicas import ReplicaReport, check_replicas, require_sound
 from boost.train.resume import check_resumable, inherited_data, require_start, resume_warnings
 from boost.train.rundir import RunDirectory
+from boost.train.saves import Saves
 from boost.train.signals import StopRequest
 from boost.train.step import Passes, Stepper, Update
 from boost.version import __version__
@@ -152,7 +150,8 @@ class Trainer:
         self.rollbacks = Rollbacks()
         # Read the tokenizer once, because the store on disk may be replaced or deleted during training.
         tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
-        self._saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh, run.require_owned)
+        saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh, run.require_owned)
+        self.saves = Saves(config, mesh, run, saver, self.warn)
 
     def _open_corpus(self) -> Corpus:
         """Opens the token stores. Raises the error of the first process that cannot, on all of them."""
@@ -214,7 +213,7 @@ class Trainer:
         self.inherit(inherited_data(self.config, self.corpus, checkpoint))
         for warning in self.warnings:
             log.warning(warning)
-        self._supersede_later_checkpoints(self.resumed_from)
+        self.saves.supersede_later(self.resumed_from, self.position.step)
 
     def facts(self) -> dict[str, Any]:
         """What must be equal on all processes, by name, as JSON values. Paths may differ: what they lead to is compared."""
@@ -250,41 +249,16 @@ class Trainer:
         ckpt.load_weights(checkpoint, self.model, self.mesh)
         return checkpoint
 
-    def _supersede_later_checkpoints(self, newest: Path | None) -> None:
-        """Marks checkpoints at later steps as superseded, so that --resume auto does not find an abandoned branch. `newest`: the
-        checkpoint at the current position, perhaps of another run; None at step 0."""
-        step = self.position.step
-
-        def supersede() -> None:
-            self.run.require_owned()
-            recorded = self.run.recorded_save()
-            own = [*self.checkpoint_folders, *(recorded[:1] if recorded else ())]
-            # Record it first: if this process is killed in between, --resume auto misses no checkpoint.
-            with best_effort("write last-saved.json", self.warn):
-                if newest is not None and newest.parent in own:
-                    self.run.record_saved(newest, step)
-                else:
-                    self.run.forget_saved()
-            for folder in self.checkpoint_folders:
-                ckpt.supersede(folder, step)
-
-        run_on_main(self.mesh, supersede, StorageError)
-
     def inherit(self, data: dict[str, Any]) -> None:
         """Makes this run's checkpoints record `data` (`inherited_data`)."""
         self.inherited = data
-        self._saver.add_data(data)
+        self.saves.saver.add_data(data)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Loads weights, optimizer state, RNG states and position from a checkpoint. Collective. Raises CheckpointError."""
         position = ckpt.load_training_state(checkpoint, self.model, self.optimizer, self.mesh)
         forget_gathered(self.model)
         self.position = replace(position, trouble="", doubt="")
-
-    @property
-    def checkpoint_folders(self) -> list[Path]:
-        """Folders of this run's checkpoints: the one in run.dir, and the one in run.fallback_dir if configured."""
-        return [folder for folder in (self.run.checkpoints, ckpt.fallback_folder(self.config)) if folder]
 
     @property
     def at_end(self) -> bool:
@@ -314,7 +288,7 @@ class Trainer:
         finally:
             self._stop_reason, self._save_requested = None, False
             self._stepper.prefetcher.close()
-            self._saver.close(LAST_SAVE_S)
+            self.saves.saver.close(LAST_SAVE_S)
             self._runner.teardown(self)
 
     def _train(self, peak: float) -> StepFlags:
@@ -341,7 +315,7 @@ class Trainer:
             self._judge(stats)
             seconds = clock.seconds(update.end)
             clock.pause()
-            if self._saver.in_flight is not None and self.mesh.together(self._saver.done_everywhere):
+            if self.saves.is_done():
                 self.finish_save()
             metrics = step_metrics(self, stats, update.lr, seconds, peak)
             self.recent = [metrics]
@@ -376,7 +350,7 @@ class Trainer:
 
         def load_proven() -> None:
             # Only the main process searches, because others might see a folder while it is being renamed.
-            target = run_on_main(self.mesh, self.proven_checkpoint, TrainingError)
+            target = run_on_main(self.mesh, lambda: self.saves.proven(self.proven_step), TrainingError)
             if target is None:
                 raise TrainingError(f"{reason}; train.on_spike = 'rollback', but there is no proven checkpoint")
             if rollbacks.count > MAX_ROLLBACKS:
@@ -385,7 +359,7 @@ class Trainer:
                 )
             self.load(ckpt.open_on_all(target, self.mesh))
             # They may look healthy, but are not. Do this now, because the run may be killed.
-            self._supersede_later_checkpoints(target)
+            self.saves.supersede_later(target, self.position.step)
             self.mesh.barrier()
 
         self.mesh.together(load_proven)
@@ -460,10 +434,6 @@ class Trainer:
         self.notify(Hook.on_evaluation, EvaluationEnd(metrics, complete=max_tokens is None))
         return result
 
-    def prepare_saves(self) -> None:
-        """Allocates host memory for background saves in advance. Collective."""
-        self._saver.prepare()
-
     def save(self, wait: bool = True) -> Path | None:
         """Saves a checkpoint of the current position. Returns its path, or None if a hook refused it. Collective.
 
@@ -476,11 +446,10 @@ class Trainer:
         """
         if not self._may_save():
             return None
-        with in_phase(Phase.SAVE):
-            if not wait:
-                self.mesh.together(lambda: self._saver.start(self.run.checkpoints, self._saved_position()))
-                return None
-        return self._announce(self._save_into(self.run.checkpoints))
+        if not wait:
+            self.saves.start(self._saved_position())
+            return None
+        return self._announce(self.saves.save(self._saved_position()))
 
     def save_last(self, urgent: bool) -> Path | None:
         """Saves the run's last checkpoint like `save`, but retries (run.save_retry_minutes) and uses run.fallback_dir. Collective.
@@ -489,53 +458,12 @@ class Trainer:
         """
         if not self._may_save(last=True):
             return None
-        elsewhere, minutes = ckpt.fallback_folder(self.config), self.config.run.save_retry_minutes
-        failure: StorageError | None = None
-        for attempt in ckpt.last_save_attempts(self.run.checkpoints, elsewhere, minutes, urgent):
-            if failure:
-                self.warn(f"{failure}; {attempt.notice}")
-                time.sleep(attempt.wait_s)
-            try:
-                saved = self._save_into(attempt.folder)
-                break
-            except StorageError as error:
-                if attempt.folder == elsewhere:
-                    self.warn(str(error))
-                else:
-                    failure = error
-        else:
-            assert failure
-            raise failure
-        return self._announce(saved)
-
-    def _save_into(self, folder: Path) -> SavedCheckpoint:
-        with in_phase(Phase.SAVE), self._rescuing(folder):
-            saved: SavedCheckpoint = self.mesh.together(lambda: self._saver.save(folder, self._saved_position()))
-            return saved
-
-    @contextlib.contextmanager
-    def _rescuing(self, folder: Path) -> Iterator[None]:
-        """If the run has lost its directory, saves in run.fallback_dir, if set, before the error ends the run. Collective."""
-        try:
-            yield
-        except LostRunError:
-            elsewhere = ckpt.fallback_folder(self.config)
-            if elsewhere and elsewhere != folder:
-                with contextlib.suppress(LostRunError):
-                    try:
-                        self.warn(f"saved '{self._save_into(elsewhere).path}', because the run directory is lost")
-                    except (StorageError, NonFiniteError) as error:
-                        self.warn(str(error))
-            raise
+        return self._announce(self.saves.save_last(self._saved_position(), urgent))
 
     def finish_save(self) -> None:
         """Waits for the save in flight, if any. A failed save only logs a warning. Collective."""
-        if self._saver.in_flight is None:
-            return
         try:
-            with in_phase(Phase.SAVE), self._rescuing(self.run.checkpoints):
-                saved = self.mesh.together(lambda: self._saver.finish() if self._saver.in_flight is not None else None)
-            if saved is not None:
+            if saved := self.saves.finish(self._saved_position()):
                 self._announce(saved)
         except (StorageError, NonFiniteError) as error:
             self.warn(f"{error}; training continues and earlier checkpoints are intact")
@@ -550,7 +478,7 @@ class Trainer:
         """Waits for the save in flight. Returns whether a new one may start, that is, whether no hook on any process refuses it."""
         self._runner.require_all_processes("save", self.mesh.size)
         self._signals_to_reduce = True
-        in_flight, begin = self._saver.in_flight, time.perf_counter()
+        in_flight, begin = self.saves.saver.in_flight, time.perf_counter()
         self.finish_save()
         if in_flight is not None and (waited := time.perf_counter() - begin) > SLOW_SAVE_S:
             self.warn(
@@ -577,7 +505,7 @@ class Trainer:
             self.warn(warning)
         self._saved = saved.path
         log.info("saved %s", saved.path)
-        with self._rescuing(saved.path.parent):
+        with self.saves.rescuing(self._saved_position(), saved.path.parent):
             self.notify(Hook.after_save, SaveEnd(saved.step, saved.path))
         return saved.path
 
@@ -593,26 +521,11 @@ class Trainer:
         report = self.mesh.together(self._compare_replicas)
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
-            require_sound(report, self.position.step, self._latest())
+            require_sound(report, self.position.step, self.saves.latest())
         self._checked = self.position
 
     def _compare_replicas(self) -> ReplicaReport:
         return check_replicas(self.fused_params, self.mesh, self.optimizer.moments)
-
-    def _latest(self) -> Path | None:
-        """The newest complete checkpoint, for a message; None if there is none, or if the folder cannot be read now."""
-        with contextlib.suppress(OSError):
-            return next(reversed(ckpt.complete_checkpoints(self.run.checkpoints)), None)
-        return None
-
-    def proven_checkpoint(self) -> Path | None:
-        """The newest checkpoint that a later step has proven healthy; None if there is none. Raises OSError."""
-        steps = sorted(((ckpt.step_of(path) or 0, path) for path in self.checkpoints()), reverse=True)
-        return next((path for step, path in steps if step <= self.proven_step and not any(ckpt.marks_of(path))), None)
-
-    def checkpoints(self) -> list[Path]:
-        """The complete checkpoints of this run. Raises OSError."""
-        return [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
 
     def request_rollback(self, reason: str) -> None:
         """Requests a rollback to the newest proven checkpoint after this step. Call it on all processes, in `after_step`."""
@@ -649,7 +562,7 @@ class Trainer:
         return StepFlags.SIGNAL in reduce_flags(own, self.mesh)
 
     def _result(self, stopped: StepFlags, evaluation: Evaluation | None) -> TrainResult:
-        latest = self._saved or self._latest()
+        latest = self._saved or self.saves.latest()
         if not stopped:
             return TrainResult(self.position, evaluation, latest)
         # A signal takes precedence over a hook, because it determines the exit code, which schedulers rely on.

@@ -355,7 +355,7 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
         print(f"\nsample (held-out text up to [...], then the model's continuation)\n{printable_text(sample)}")
     else:
         step = result.position.step
-        saved = result.checkpoint in [checkpoint_path(folder, step) for folder in trainer.checkpoint_folders]
+        saved = result.checkpoint in [checkpoint_path(folder, step) for folder in trainer.saves.folders]
         state = "checkpoint saved" if saved else "a hook refused this step's checkpoint"
         print(
             f"\nstopped by {result.stopped_by} at step {step} of {config.train.steps}, {state}; resume with --resume auto"

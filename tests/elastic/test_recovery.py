@@ -24,7 +24,7 @@ from boost.elastic.recovery import Recovery, decode, encode
 from boost.elastic.supervise import Supervisor
 from boost.errors import ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.measure.counting import CollectiveCounter
-from boost.train.checkpoint import SavedCheckpoint
+from boost.train.checkpoint import Checkpoint, SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
 from boost.train.launch import Supervise, can_fork, launch
@@ -259,20 +259,20 @@ def test_a_flipped_weight_is_found_although_the_exchange_overwrites_it(
 
 def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
     """Trains and requests a rollback in step 9, during which a process is killed once."""
-    judge, supersede = Trainer._judge, Trainer._supersede_later_checkpoints
+    judge, load = Trainer._judge, Trainer.load
 
     def judge_and_ask(self: Trainer, stats: Any) -> None:
         judge(self, stats)
         if self.position.step == 9 and not self.position.skipped:
             self.request_rollback("a test")
 
-    def supersede_and_die(self: Trainer, newest: Path | None) -> None:
-        supersede(self, newest)
+    def load_and_die(self: Trainer, checkpoint: Checkpoint) -> None:
+        load(self, checkpoint)
         if marker and self.rollbacks.count and self.mesh.dp.rank == 1 and not os.path.exists(marker):
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Trainer._judge, Trainer._supersede_later_checkpoints = judge_and_ask, supersede_and_die  # type: ignore[method-assign]
+    Trainer._judge, Trainer.load = judge_and_ask, load_and_die  # type: ignore[method-assign]
     return train_process(config, *rest)
 
 

@@ -255,7 +255,7 @@ def best_seen(config: Config) -> tuple[list[int], list[str]]:
             patch.setattr("boost.train.builtin_hooks.read_best", lambda _: None)
         trainer.start(candidates(trainer))
         trainer.fit()
-        return [ckpt.step_of(path) or 0 for path in trainer.checkpoints()], warnings.seen
+        return [ckpt.step_of(path) or 0 for path in trainer.saves.complete()], warnings.seen
 
 
 def test_processes_agree_which_checkpoint_is_the_best(store: Path, tmp_path: Path) -> None:

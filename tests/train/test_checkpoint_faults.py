@@ -189,7 +189,7 @@ class Disk:
     def __init__(self, trainer: Trainer, warnings: Warnings, patch: pytest.MonkeyPatch) -> None:
         self.trainer, self.said = trainer, warnings.seen
         self.slept, self.failures = list[float](), dict[str, int]()
-        patch.setattr(trainer._saver, "save", self._save)
+        patch.setattr(trainer.saves.saver, "save", self._save)
         patch.setattr("time.sleep", self.slept.append)
 
     def _save(self, folder: Path, _: Position) -> SavedCheckpoint:
@@ -206,7 +206,7 @@ class Disk:
         self.slept.clear()
         trainer = self.trainer
         run = {"save_retry_minutes": minutes, "fallback_dir": "/spare" if fallback else ""}
-        trainer.config = trainer.config.model_copy(update={"run": trainer.config.run.model_copy(update=run)})
+        trainer.saves.config = trainer.config.model_copy(update={"run": trainer.config.run.model_copy(update=run)})
         saved = trainer.save_last(urgent)
         assert saved is not None and saved.name == "step-00000007"
         return "run" if saved.parent == trainer.run.checkpoints else "elsewhere"

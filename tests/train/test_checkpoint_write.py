@@ -94,7 +94,7 @@ class Recorder(Hook):
             threading.Timer(0.2, self.disk.release.set).start()
         if event.metrics.step == self.after:
             self.disk.release.set()
-            trainer._saver._thread.join(LIMIT_S)  # type: ignore[union-attr]
+            trainer.saves.saver._thread.join(LIMIT_S)  # type: ignore[union-attr]
 
     def before_save(self, trainer: Trainer, event: SaveStart) -> None:
         self.seen.append(f"save {event.step}")
