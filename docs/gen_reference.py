@@ -113,7 +113,12 @@ def presets_page() -> str:
     order = sorted(loaded, key=lambda name: (name != "demo", _group(name), parameter_count(loaded[name].model)))
     for number, name in enumerate(order):
         if not number or _group(name) != _group(order[number - 1]):
-            lines += ["", f"## {_group(name)}", "", "| preset | family | parameters | d | layers | heads | r | TP, PP | |"]
+            lines += [
+                "",
+                f"## {_group(name)}",
+                "",
+                "| preset | family | parameters | d | layers | heads | r | TP, PP | |",
+            ]
             lines += ["|---|---|--:|--:|--:|--:|--:|---|---|"]
         model, parallel = loaded[name].model, loaded[name].parallel
         lines.append(

@@ -32,7 +32,7 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
 
 
 QUERIES = {
-    "start.html": ["install", "gradient accumulation", "bf16", "mixed precision", "FSDP", "pipeline", "multiple gpus", "long context"],
+    "start.html": ["install", "gradient accumulation", "bf16", "mixed precision", "FSDP", "pipeline", "long context"],
     "reference/troubleshooting.html": ["out of memory", "OOM", "nan", "slow"],
     "reliability.html": ["resume", "checkpoint", "save checkpoint", "crash"],
     "clusters.html": ["multi node", "slurm", "kubernetes", "docker", "nccl", "hang"],
