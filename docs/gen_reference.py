@@ -66,7 +66,14 @@ def troubleshooting() -> str:
     errors = [kind for kind in vars(boost.errors).values() if isinstance(kind, type) and issubclass(kind, BoostError)]
     lines = ["# Troubleshooting and terms", "", "## Symptoms"]
     for row in facts["symptoms"]:
-        lines += ["", f"### {row['what']}", "", f"boost says: *{escaped(row['message'].strip())}*", "", row["fix"]]
+        lines += [
+            "",
+            f"### {row['what']}",
+            "",
+            f"boost says: *... {escaped(row['message'].strip())} ...*",
+            "",
+            row["fix"],
+        ]
     lines += [
         "",
         "## Errors",
@@ -123,7 +130,7 @@ def presets_page() -> str:
         model, parallel = loaded[name].model, loaded[name].parallel
         lines.append(
             f"| `{name}` | `{model.family}` | {parameter_count(model) / 1e6:,.0f} M | {model.dim} | {model.layers} | "
-            f"{model.heads} | {model.rank or ''} | {parallel.tp}, {parallel.pp} | {escaped(summary(name))} |"
+            f"{model.heads} | {model.rank or ''} | {parallel.tp},&nbsp;{parallel.pp} | {escaped(summary(name))} |"
         )
     return "\n".join(lines) + "\n"
 

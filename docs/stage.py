@@ -33,6 +33,10 @@ SEARCH = {
 
 FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\))")
+CODE = re.compile(r"(^ {4}.*$)|`([^`\n]+)`", re.MULTILINE)
+"""A line of an indented block, or code in a line of prose."""
+PHONE = 40
+"""Characters of code that fit in a line on a phone. Longer code may wrap (site.css)."""
 BACKGROUND = re.compile(r'<path d="M ?0 [^"]*"[^>]*?(?:fill="|style="fill: )#ffffff"[^>]*/>')
 """The first path of a picture: a white rectangle below all else."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash"}
@@ -42,7 +46,7 @@ COPIED = (".svg", ".png", ".html", ".json", ".css")
 def stage(folder: Path) -> None:
     """Writes all of the site's sources to an empty folder."""
     for uri, content in gen_reference.pages().items():
-        _write(folder / uri, front_matter(uri) + content)
+        _write(folder / uri, for_the_site(uri, content))
     seen: set[Path] = set()
     todo = [path for path in sorted(DOCS.rglob("*")) if path.suffix in (".md", ".svg", ".css")] + list(NAVIGATION)
     while todo:
@@ -53,7 +57,7 @@ def stage(folder: Path) -> None:
         target = folder / site_path(path)
         if path.suffix == ".md":
             text = path.read_text(encoding="utf-8")
-            _write(target, front_matter(site_path(path)) + relinked(text, path))
+            _write(target, for_the_site(site_path(path), relinked(text, path)))
             todo += linked(text, path)
         elif path.suffix == ".svg":
             _write(target, BACKGROUND.sub("", path.read_text(encoding="utf-8"), count=1))
@@ -61,12 +65,7 @@ def stage(folder: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         else:
-            _write(target, front_matter(site_path(path)) + source_page(path))
-
-
-def front_matter(uri: str) -> str:
-    """What the site builder must know about a page."""
-    return "".join(f"---\nsearch: {{ {how} }}\n---\n\n" for start, how in SEARCH.items() if uri.startswith(start))
+            _write(target, for_the_site(site_path(path), source_page(path)))
 
 
 def site_path(path: Path) -> str:
@@ -105,6 +104,16 @@ def relinked(text: str, page: Path) -> str:
         return f"{match[1]}{posixpath.relpath(site_path(path), here)}{match[3]}" if path else match[0]
 
     return "".join(LINK.sub(one, part) if prose else part for prose, part in _parts(text))
+
+
+def for_the_site(uri: str, text: str) -> str:
+    """A page with what the site builder must know about it."""
+
+    def marked(match: re.Match[str]) -> str:
+        return f"{match[0]}{{ .long }}" if match[2] and len(match[2]) > PHONE else match[0]
+
+    head = "".join(f"---\nsearch: {{ {how} }}\n---\n\n" for start, how in SEARCH.items() if uri.startswith(start))
+    return head + "".join(CODE.sub(marked, part) if prose else part for prose, part in _parts(text))
 
 
 def _parts(text: str) -> Iterator[tuple[bool, str]]:
