@@ -8,6 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from mkdocs.config import load_config
+
+from boost.version import __version__
+from tests.browser import needs_browser, rendered
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build" / "site"
@@ -83,8 +87,25 @@ def test_commands_are_highlighted() -> None:
     assert '<div class="language-bash highlight">' in page and '<span class="c1">#' in page
 
 
-def test_the_home_page_names_version_and_repository() -> None:
-    from boost.version import __version__
-
+def test_the_home_page_names_version_and_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (SITE / "index.html").read_text(encoding="utf-8")
     assert f">{__version__}</a>" in page and "pictures/logo.svg" in page
+    monkeypatch.setenv("REPOSITORY_URL", "https://example.org/boost")
+    assert load_config(str(ROOT / "mkdocs.yml"))["repo_url"] == "https://example.org/boost"
+
+
+WIDTHS = """<body>{frames}<script>
+onload = () => document.title = [...document.querySelectorAll("iframe")].map(
+  frame => frame.contentDocument.documentElement.scrollWidth);
+</script>"""
+
+
+@pytest.mark.slow
+@needs_browser
+def test_no_page_is_wider_than_a_phone(tmp_path: Path) -> None:
+    """Tables, code blocks and pictures scroll by themselves; formulas and short code do not wrap."""
+    pages = [*SITE.glob("*.html"), *SITE.glob("reference/*.html")]
+    frame = '<iframe style="border: 0; width: 390px; height: 844px" src="{}"></iframe>'
+    page = rendered(WIDTHS.format(frames="".join(frame.format(page.as_uri()) for page in pages)), tmp_path)
+    widths = [int(width) for width in page.partition("<title>")[2].partition("</title>")[0].split(",")]
+    assert {page.name: width for page, width in zip(pages, widths, strict=True) if width > 390} == {}

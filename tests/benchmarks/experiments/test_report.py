@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import matplotlib.image
@@ -15,6 +13,7 @@ from benchmarks.experiments.results import Facts, Figure, Goal, MeasurementError
 from boost import drawing
 from boost.config import load
 from boost.errors import ConfigError
+from tests.browser import needs_browser, rendered
 
 
 def draw(facts: Facts, path: Path) -> None:
@@ -112,19 +111,14 @@ def test_what_is_no_result_is_refused(results: Path, monkeypatch: pytest.MonkeyP
         report.read_results([results])
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 MEASURE = """<body><iframe style="width: 1920px; height: 1080px" src="{page}"></iframe>
 <script>onload = () => document.title = frames[0].document.documentElement.scrollHeight;</script>"""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser")
+@needs_browser
 def test_the_page_is_at_most_twelve_screens(tmp_path: Path) -> None:
-    wrapper = tmp_path / "measure.html"
-    wrapper.write_text(MEASURE.format(page=report.PAGE.resolve().as_uri()), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
-    command = [str(BROWSER), *options, f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000", wrapper.as_uri()]
-    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    page = rendered(MEASURE.format(page=report.PAGE.resolve().as_uri()), tmp_path)
     height = re.search(r"<title>(\d+)</title>", page)
     assert height, page[-1000:]
     assert 5 * 1080 < int(height[1]) <= 12 * 1080
