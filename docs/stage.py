@@ -31,7 +31,7 @@ SEARCH = {
 }
 """How the search treats pages, by the beginning of their path: guides come first. What names everything answers nothing."""
 
-FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\))")
 CODE = re.compile(r"(^ {4}.*$)|`([^`\n]+)`", re.MULTILINE)
 """A line of an indented block, or code in a line of prose."""
