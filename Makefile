@@ -131,9 +131,11 @@ image:
 	done; echo "make image: neither docker nor podman runs here; the Dockerfile is not built"
 
 # NO_MKDOCS_2_WARNING silences a notice about an unrelated program.
+REPOSITORY_URL ?= $(shell git remote get-url origin 2>/dev/null | grep ^https:)
+
 docs: setup
 	$(BIN)/python docs/stage.py build/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	REPOSITORY_URL=$(REPOSITORY_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # A small model is enough: the curves must coincide, but their values do not matter.
 CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64

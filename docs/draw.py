@@ -1,10 +1,11 @@
-"""Draws four of the pictures in docs/pictures: `python docs/draw.py`. The output is deterministic.
+"""Draws five of the pictures in docs/pictures: `python docs/draw.py`. The output is deterministic.
 
 Rows, shards and collectives are derived from the layouts (`boost.plan.pictures`), and bytes from the collective table and the
 planner's trace of the decoder. Step times come from the result files.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -303,34 +304,43 @@ def step_times() -> dict[tuple[str, str, str], dict[str, float]]:
     }
 
 
-def steps_picture() -> None:
-    """Draws the step times of a dense model and of a low-rank one under vanilla TP and BTP as bars."""
+def steps_picture(columns: int, text: float, name: str, title: str, subtitle: str) -> None:
+    """Draws the step times of a dense model and of a low-rank one under vanilla TP and BTP as bars. `text`: size of the text."""
     groups = step_times()
-    canvas = Canvas(
-        372,
-        "Time per training step: a dense model, and a low-rank one under two kinds of tensor parallelism",
-        "Bars in one group have the same shape, batch and hardware; groups have different scales.",
-    )
-    panel, bottom, height = (WIDTH - 2 * MARGIN) / len(groups), 275.0, 150.0
+    panel, line, height = (WIDTH - 2 * MARGIN) / len(groups), 1.4 * text, 150.0
+    row = height + 5 * line + 14
+    legend, legend_lines = 82 + row * math.ceil(len(groups) / columns), 1 if columns > 2 else 3
+    canvas = Canvas(legend + 1.6 * line * legend_lines, title, subtitle)
+    width = columns * panel + 2 * MARGIN
+    canvas.figure.set_figwidth(width / 100)
+    canvas.axes.set_xlim(0, width)
     for index, ((kind, where, what), times) in enumerate(groups.items()):
-        left = MARGIN + index * panel
-        for bar, (name, ms) in enumerate(times.items()):
+        left, bottom = MARGIN + index % columns * panel, 75 + index // columns * row + line + height
+        for bar, (layout, ms) in enumerate(times.items()):
             x, size = left + 18 + 58 * bar, height * ms / max(times.values())
             canvas.box(x, bottom - size, 44, size, COLORS[bar], radius=2, alpha=0.5 if kind == "predicted" else 1.0)
             words = f"{ms:.0f} ms" if ms >= 100 else f"{ms:.1f} ms"
-            canvas.text(words, x + 22, bottom - size - 7, 12, align="center", bold=name == BTP)
-        canvas.text(kind, left + 98, bottom + 20, 13, align="center", bold=True)
-        canvas.text(where, left + 98, bottom + 38, 12, MUTED, "center")
-        canvas.text(what, left + 98, bottom + 54, 12, MUTED, "center")
-    for bar, name in enumerate((DENSE, VANILLA, BTP)):
-        canvas.box(MARGIN + 18 + 230 * bar, 345, 13, 13, COLORS[bar], radius=2)
-        canvas.text(name, MARGIN + 38 + 230 * bar, 356, 13)
-    canvas.write(PICTURES / "steps.svg")
+            canvas.text(words, x + 22, bottom - size - 7, text, align="center", bold=layout == BTP)
+        canvas.text(kind, left + 98, bottom + 1.3 * line, text + 1, align="center", bold=True)
+        canvas.text(where, left + 98, bottom + 2.3 * line, text, MUTED, "center")
+        canvas.text(what, left + 98, bottom + 3.3 * line, text, MUTED, "center")
+    for bar, layout in enumerate((DENSE, VANILLA, BTP)):
+        x, y = (MARGIN + 18 + 230 * bar, legend) if legend_lines == 1 else (MARGIN + 18, legend + 1.5 * line * bar)
+        canvas.box(x, y, 13, 13, COLORS[bar], radius=2)
+        canvas.text(layout, x + 20, y + 11, text + 1)
+    canvas.write(PICTURES / name)
 
 
 def draw() -> None:
-    """Writes the four pictures."""
-    steps_picture()
+    """Writes the five pictures."""
+    steps_picture(
+        4,
+        12,
+        "steps.svg",
+        "Time per training step: a dense model, and a low-rank one under two kinds of tensor parallelism",
+        "Bars in one group have the same shape, batch and hardware; groups have different scales.",
+    )
+    steps_picture(2, 14.5, "steps-narrow.svg", "Time per training step", "Groups have different scales.")  # for a phone
     layouts_picture()
     online_norm_picture()
     recomputation_picture()

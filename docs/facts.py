@@ -9,6 +9,7 @@ cell:
   first cell of the row; other cells may follow, joined by ` + `, and `weighted...` is a cell that begins with "weighted". COLUMN
   is a heading (the first of several equal ones) or its beginning.
 - In a JSON result: the keys that lead to a number, joined by ` > `. A list of numbers stands for its median.
+- In CITATION.cff: a key.
 
 A figure with an interval or a spread is the whole cell; otherwise, it is the cell's first number. `tests/test_docs.py` checks all
 figures. The table of goals in results.md comes from the report.
@@ -25,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "benchmarks" / "report.html"
-FACT = re.compile(r"\[(?P<text>[^\]\[]+)\]\((?P<link>[^)\s\"]+\.(?:md|json)) \"(?P<key>[^\"]+)\"\)")
+FACT = re.compile(r"\[(?P<text>[^\]\[]+)\]\((?P<link>[^)\s\"]+\.(?:md|json|cff)) \"(?P<key>[^\"]+)\"\)")
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 GOALS = re.compile(r"(<!-- goals: [^>]*-->\n).*?(<!-- end of goals -->)", re.DOTALL)
 
@@ -97,6 +98,8 @@ def current(text: str, path: Path, key: str) -> str:
     content = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         return as_written(number(json.loads(content), key), text)
+    if path.suffix == ".cff":
+        return content.partition(f"\n{key}: ")[2].partition("\n")[0]
     whole = cell(content, key)
     if any(mark in text for mark in ("(", "±", " / ", " to ", " of ")):
         return whole

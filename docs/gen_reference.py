@@ -51,8 +51,9 @@ def configuration() -> str:
         first = key.partition(".")[0]
         if first != section:
             section = first
-            what = inspect.getdoc(Config.model_fields[first].annotation) or ""
-            lines += ["", f"## `[{first}]`", "", escaped(paragraph(what))]
+            what = paragraph(inspect.getdoc(Config.model_fields[first].annotation) or "")
+            title, rest = re.fullmatch(r"([^.:]*)[.:] ?(.*)", what).groups()
+            lines += ["", f"## `[{first}]` {escaped(title)} {{ #{first} }}", "", escaped(rest[:1].upper() + rest[1:])]
         default = "computed default (below)" if info.is_required() else f"default `{shown(info.default)}`"
         lines += ["", f"### `{key}` {{ #{key} }}", "", f"`{type_name(info)}`, {default}", ""]
         lines += [escaped(" ".join((info.description or "").split()))]
@@ -63,15 +64,16 @@ def troubleshooting() -> str:
     """Symptoms with the message that goes with each, what exit codes mean, and terms."""
     facts = tomllib.loads(Path(__file__).with_name("troubleshooting.toml").read_text(encoding="utf-8"))
     errors = [kind for kind in vars(boost.errors).values() if isinstance(kind, type) and issubclass(kind, BoostError)]
-    lines = [
-        "# Troubleshooting and terms",
-        "",
-        "## Symptoms",
-        "",
-        "| symptom | boost says | what to do |",
-        "|---|---|---|",
-    ]
-    lines += [f"| {row['what']} | {escaped(row['message'].strip())} | {row['fix']} |" for row in facts["symptoms"]]
+    lines = ["# Troubleshooting and terms", "", "## Symptoms"]
+    for row in facts["symptoms"]:
+        lines += [
+            "",
+            f"### {row['what']}",
+            "",
+            f"boost says: *... {escaped(row['message'].strip())} ...*",
+            "",
+            row["fix"],
+        ]
     lines += [
         "",
         "## Errors",
@@ -113,20 +115,29 @@ def presets_page() -> str:
         "# Presets",
         "",
         "A preset is a configuration file that ships with the package. `boost config NAME` prints it with every default resolved.",
-        "",
-        "| preset | family | parameters | d | layers | heads | r | TP, PP | |",
-        "|---|---|--:|--:|--:|--:|--:|---|---|",
     ]
     loaded = {name: load(name) for name in presets()}
-    for name in sorted(
-        loaded, key=lambda name: (name != "demo", name.partition("-")[0], parameter_count(loaded[name].model))
-    ):
+    order = sorted(loaded, key=lambda name: (name != "demo", _group(name), parameter_count(loaded[name].model)))
+    for number, name in enumerate(order):
+        if not number or _group(name) != _group(order[number - 1]):
+            lines += [
+                "",
+                f"## {_group(name)}",
+                "",
+                "| preset | family | parameters | d | layers | heads | r | TP, PP | |",
+            ]
+            lines += ["|---|---|--:|--:|--:|--:|--:|---|---|"]
         model, parallel = loaded[name].model, loaded[name].parallel
         lines.append(
             f"| `{name}` | `{model.family}` | {parameter_count(model) / 1e6:,.0f} M | {model.dim} | {model.layers} | "
-            f"{model.heads} | {model.rank or ''} | {parallel.tp}, {parallel.pp} | {escaped(summary(name))} |"
+            f"{model.heads} | {model.rank or ''} | {parallel.tp},&nbsp;{parallel.pp} | {escaped(summary(name))} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _group(name: str) -> str:
+    """The section of a preset."""
+    return name.partition("-")[0]
 
 
 def commands() -> str:
@@ -141,7 +152,7 @@ def commands() -> str:
             f"| [`boost {choice.dest}`](#boost-{choice.dest.replace(' ', '-')}) | {escaped(choice.help or '')} |"
         )
     codes = "0 done, 2 a mistake in the input, 3 training or a check failed, 75 try again"
-    lines += ["", f"Errors are one line on stderr. Exit codes: {codes} ([details](../clusters.md#restarting))."]
+    lines += ["", f"Errors are one line on stderr. Exit codes: {codes} ([details](../clusters.md#restart-and-resume))."]
     for name, command in group.choices.items():
         lines += ["", *command_section(f"boost {name}", command, 2)]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,9 @@
 """Stages the documentation site's sources: `python docs/stage.py build/docs`, then `mkdocs build` (`make docs` runs both).
 
 Pages in docs/ are also read on GitHub, so they link to files outside docs/ by relative paths. The site has a copy of each such
-file under `repo/`: Markdown and source code become pages; other files are copied unchanged. Reference pages are generated from the
-code (`gen_reference.py`). Staging needs no site-builder plugin, so another builder that reads `mkdocs.yml` can use the result.
+file under `repo/`, which the search leaves out: Markdown and source code become pages; other files are copied, and pictures lose
+their white background. Reference pages are generated from the code (`gen_reference.py`). Staging needs no site-builder plugin, so
+another builder that reads `mkdocs.yml` can use the result.
 """
 
 import posixpath
@@ -16,11 +17,28 @@ import gen_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-NAVIGATION = tuple(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))
-"""Pages in the navigation that are outside docs/."""
+NAVIGATION = {ROOT / f"{name.upper()}.md": f"{name}.md" for name in ("changelog", "contributing", "security")}
+"""Pages in the navigation that are outside docs/, with their paths in the site."""
+SEARCH = {
+    "repo/": "exclude: true",
+    "changelog.md": "exclude: true",
+    "design.md": "boost: 0.5",
+    "results.md": "boost: 0.5",
+    "negative-results.md": "boost: 0.5",
+    "reference/commands.md": "boost: 0.8",
+    "reference/configuration.md": "boost: 0.8",
+    "reference/python.md": "boost: 0.6",
+}
+"""How the search treats pages, by the beginning of their path: guides come first. What names everything answers nothing."""
 
-FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\))")
+CODE = re.compile(r"(^ {4}.*$)|`([^`\n]+)`", re.MULTILINE)
+"""A line of an indented block, or code in a line of prose."""
+PHONE = 40
+"""Characters of code that fit in a line on a phone. Longer code may wrap (site.css)."""
+BACKGROUND = re.compile(r'<path d="M ?0 [^"]*"[^>]*?(?:fill="|style="fill: )#ffffff"[^>]*/>')
+"""The first path of a picture: a white rectangle below all else."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash"}
 COPIED = (".svg", ".png", ".html", ".json", ".css")
 
@@ -28,9 +46,9 @@ COPIED = (".svg", ".png", ".html", ".json", ".css")
 def stage(folder: Path) -> None:
     """Writes all of the site's sources to an empty folder."""
     for uri, content in gen_reference.pages().items():
-        _write(folder / uri, content)
+        _write(folder / uri, for_the_site(uri, content))
     seen: set[Path] = set()
-    todo = [path for path in sorted(DOCS.rglob("*")) if path.suffix in (".md", *COPIED)] + list(NAVIGATION)
+    todo = [path for path in sorted(DOCS.rglob("*")) if path.suffix in (".md", ".svg", ".css")] + list(NAVIGATION)
     while todo:
         path = todo.pop()
         if path in seen:
@@ -39,17 +57,21 @@ def stage(folder: Path) -> None:
         target = folder / site_path(path)
         if path.suffix == ".md":
             text = path.read_text(encoding="utf-8")
-            _write(target, relinked(text, path))
+            _write(target, for_the_site(site_path(path), relinked(text, path)))
             todo += linked(text, path)
+        elif path.suffix == ".svg":
+            _write(target, BACKGROUND.sub("", path.read_text(encoding="utf-8"), count=1))
         elif path.suffix in COPIED:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         else:
-            _write(target, source_page(path))
+            _write(target, for_the_site(site_path(path), source_page(path)))
 
 
 def site_path(path: Path) -> str:
     """The site's path of a repository file."""
+    if path in NAVIGATION:
+        return NAVIGATION[path]
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     name = f"repo/{path.relative_to(ROOT).as_posix()}"
@@ -82,6 +104,16 @@ def relinked(text: str, page: Path) -> str:
         return f"{match[1]}{posixpath.relpath(site_path(path), here)}{match[3]}" if path else match[0]
 
     return "".join(LINK.sub(one, part) if prose else part for prose, part in _parts(text))
+
+
+def for_the_site(uri: str, text: str) -> str:
+    """A page with what the site builder must know about it."""
+
+    def marked(match: re.Match[str]) -> str:
+        return f"{match[0]}{{ .long }}" if match[2] and len(match[2]) > PHONE else match[0]
+
+    head = "".join(f"---\nsearch: {{ {how} }}\n---\n\n" for start, how in SEARCH.items() if uri.startswith(start))
+    return head + "".join(CODE.sub(marked, part) if prose else part for prose, part in _parts(text))
 
 
 def _parts(text: str) -> Iterator[tuple[bool, str]]:

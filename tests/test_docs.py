@@ -1,5 +1,4 @@
-"""The documentation site: links hold on GitHub and in the site, reference pages are complete, examples run, nothing comes from
-another host."""
+"""The documentation: links hold on GitHub and in the site, reference pages are complete, examples run."""
 
 import argparse
 import ast
@@ -70,7 +69,7 @@ def test_links_lead_somewhere_in_the_site(docs_modules: types.SimpleNamespace, t
 
 def navigation() -> list[str]:
     """Every page listed in mkdocs.yml."""
-    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    text = re.sub(r"!!python\S+|!ENV", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
     def leaves(node: Any) -> Iterator[str]:
         if isinstance(node, str):
@@ -90,7 +89,7 @@ def test_every_page_is_in_the_navigation_once(docs_modules: types.SimpleNamespac
     } | docs_modules.gen_reference.pages().keys()
     listed = navigation()
     assert len(listed) == len(set(listed))
-    assert {page for page in listed if not page.startswith("repo/")} == written
+    assert set(listed) == written | set(docs_modules.stage.NAVIGATION.values())
 
 
 def test_figures_are_those_of_their_result_files(docs_modules: types.SimpleNamespace) -> None:
@@ -111,12 +110,30 @@ def test_figures_are_those_of_their_result_files(docs_modules: types.SimpleNames
     assert wrong == []
 
 
+def test_the_headline_is_one_pair(docs_modules: types.SimpleNamespace) -> None:
+    facts = docs_modules.facts
+    report = facts.REPORT.read_text(encoding="utf-8").partition('<ul class="numbers">')[2].partition("</ul>")[0]
+    wire = (ROOT / "benchmarks" / "results" / "wire.md").read_text(encoding="utf-8")
+    for baseline in ("vanilla, published", "megatron-sp"):
+        pair = facts.cell(wire, f"TP 2: step > {baseline} > share-matched, time")
+        for page in ("README.md", "docs/index.md", "docs/results.md"):
+            assert f"[{pair}](" in (ROOT / page).read_text(encoding="utf-8"), page
+        value, _, interval = pair.removesuffix(")").partition(" (")
+        assert f'<b>{value}\u00d7</b> <span class="interval">{interval}</span>' in report
+
+
 def test_pages_are_few_and_short(docs_modules: types.SimpleNamespace) -> None:
     """Whoever adds a page or a section looks for what can go. Link targets and the report's table of goals do not count."""
-    texts = [docs_modules.facts.GOALS.sub("", page.read_text(encoding="utf-8")) for page in DOCS.rglob("*.md")]
-    words = [word for text in texts for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
-    assert len(texts) <= 20
+
+    def words_of(page: Path) -> list[str]:
+        text = docs_modules.facts.GOALS.sub("", page.read_text(encoding="utf-8"))
+        return [word for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
+
+    pages = list(DOCS.rglob("*.md"))
+    words = [word for page in pages for word in words_of(page)]
+    assert len(pages) <= 20
     assert len(words) <= 25_000
+    assert len(words_of(ROOT / "README.md")) <= 800
 
 
 def test_a_figure_that_differs_is_found(docs_modules: types.SimpleNamespace, tmp_path: Path) -> None:
@@ -260,7 +277,7 @@ def test_pictures_are_those_that_the_code_draws(docs_modules: types.SimpleNamesp
     draw.PICTURES = tmp_path
     draw.draw()
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    assert len(drawn) == 4
+    assert len(drawn) == 5
     for name, text in drawn.items():
         assert text == (DOCS / "pictures" / name).read_text(encoding="utf-8"), (
             f"python docs/draw.py writes another {name}"
@@ -317,21 +334,3 @@ def test_the_family_of_the_page_trains() -> None:
     config = toy.toy_config(model={"family": "narrow", "rank": 8})
     assert config.model.ranks == {"attn": 4}
     assert toy.weights(Trained(config, 2).model)["layers.0.attn.q.A"].shape == (4, 32)
-
-
-OUTSIDE = re.compile(
-    r"<(?:script|img|iframe|source|embed|object|video)\b[^>]*?\s(?:src|data|srcset)\s*=\s*[\"']?(?:https?:)?//[^\s>]*"
-    r"|<link\b(?![^>]*rel=[\"']?canonical)[^>]*?\shref\s*=\s*[\"']?(?:https?:)?//[^\s>]*",
-)
-
-
-def test_the_site_loads_nothing_from_elsewhere() -> None:
-    site = ROOT / "build" / "site"
-    if not site.is_dir():
-        pytest.skip("make docs builds it, as CI does before the tests")
-    for path in site.rglob("*"):
-        if path.suffix == ".html":
-            assert OUTSIDE.findall(path.read_text(encoding="utf-8")) == [], path
-        elif path.suffix == ".css":
-            assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", path.read_text(encoding="utf-8")) == [], path
-    assert (site / "reference" / "python.html").stat().st_size > 20_000

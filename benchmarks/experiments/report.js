@@ -12,6 +12,8 @@ for (const button of document.querySelectorAll("button.copy")) {
     setTimeout(() => { button.textContent = "copy"; }, 1500);
   });
 }
+// On paper, every table is open.
+addEventListener("beforeprint", () => { for (const each of document.querySelectorAll("details")) each.open = true; });
 // On a phone, rows become cards, in which every number needs its heading.
 for (const table of document.querySelectorAll("table.data")) {
   const headings = [...table.tHead.rows[0].cells].map(each => each.textContent.trim());

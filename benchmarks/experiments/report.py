@@ -68,6 +68,9 @@ FIRST_FIGURE = (
 )
 """Caption of the figure on the first screen."""
 
+FIRST_SENTENCE = re.compile(r".{20,}?[.] ")
+"""What a folded table shows of its caption; a mere "Measured." says too little."""
+
 INTERVAL_CELL = re.compile(
     r"(?P<value>[^()]*\d[^()]*) \((?P<interval>[^()]*\d to [^()]*)\)(?P<unit>[ %x]*)(, (?P<remark>[a-z ]+))?"
 )
@@ -348,9 +351,11 @@ def _table(table: Table) -> dict[str, Any]:
         classes += ["l"] if classes and longest > LONG_TEXT else []
         classes += ["p"] if "paper" in heading.lower() else []
         columns.append({"heading": heading.rstrip(": "), "class": " ".join(classes)})
+    caption = FIRST_SENTENCE.match(table.caption)
     return {
         "type": "table",
-        "caption": table.caption,
+        "caption": caption[0] if caption else table.caption,
+        "remarks": table.caption[caption.end() :] if caption else "",
         "columns": columns,
         "rows": [list(zip(row, columns, strict=True)) for row in table.rows],
         "kinds": _kinds([table.caption, *table.headings]),
