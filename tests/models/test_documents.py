@@ -38,7 +38,7 @@ def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
         torch.randn(BATCH, LENGTH, heads, WIDTH, generator=generator, dtype=torch.float64)
         for heads in (HEADS, kv_heads, kv_heads, HEADS)
     )
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs: Any = [x.requires_grad_() for x in (q, k, v)]
     attended, keys_values = attend(*inputs, of)
     assert not keys_values
     yield attended
@@ -125,7 +125,7 @@ def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monke
     whole = make_context(1, torch.arange(LENGTH), MODEL, torch.float64, ids)
     q, k, v = (torch.randn(1, LENGTH, n, WIDTH, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS))
     upstream = torch.randn(LENGTH, HEADS * WIDTH, dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs: Any = [x.requires_grad_() for x in (q, k, v)]
     first, second = zip(whole.halves(), *(x.split(LENGTH // 2, dim=1) for x in inputs), strict=True)
     of_first, (keys_values,) = attend(*first[1:], first[0])
     of_second, needed = attend(*second[1:], second[0], None, keys_values)
