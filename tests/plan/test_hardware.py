@@ -4,8 +4,8 @@ import itertools
 import math
 import re
 from pathlib import Path
-from unittest import mock
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -71,7 +71,9 @@ ALONE = {"a100-80g": (0.87, 0.12), "h100-80g": (0.94, 0.09), "b200-180g": (0.74,
 """(fraction of peak of a GEMM that is timed in isolation, below the power limit; allowed mean error). For H100 it differs from the
 profile, which describes sustained training."""
 
-ALL_REDUCES: dict[str, Any] = {  # (processes, {MiB: GB/s sent by one process, nccl-tests' bus bandwidth}, allowed mean error)
+ALL_REDUCES: dict[
+    str, Any
+] = {  # (processes, {MiB: GB/s sent by one process, nccl-tests' bus bandwidth}, allowed mean error)
     "a100-80g": (4, {1: 42, 64: 169, 1024: 205}, 0.12),
     "a100-80g-8": (8, {1: 36, 4: 71, 8: 90, 16: 109, 32: 133, 64: 167, 128: 174, 256: 214, 1024: 228}, 0.06),
     "h100-80g": (8, {1: 44, 8: 172, 16: 234, 64: 362, 256: 423, 1024: 466}, 0.05),
