@@ -69,7 +69,7 @@ class LateGroup(dist.ProcessGroup):
     """A process group that wraps a gloo group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # as torch's own subclasses do
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.label, self.what = "", ""
 

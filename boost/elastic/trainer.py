@@ -174,11 +174,9 @@ class ElasticSaver(CheckpointSaver):
     """A `CheckpointSaver` that works with the current replicas."""
 
     expected_errors = (PeersLostError,)
+    prepares = False  # replicas rejoin at different times
     _division: Division | None = None
     """The division of the moments to which this process's share belongs."""
-
-    def prepare(self) -> None:
-        """Does nothing: replicas rejoin at different times, so the first save allocates the memory."""
 
     def abandon(self) -> int | None:
         """Abandons the save in flight because the replicas changed. Returns its step; None if no save was in flight."""

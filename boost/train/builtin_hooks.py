@@ -120,7 +120,7 @@ class PeriodicCheckpoint(Hook):
             self._saved_step = event.step
         train = self.train
         if train.async_save and (train.save_every or train.save_minutes):
-            trainer.saves.saver.prepare()
+            trainer.saves.prepare()
 
     def before_step(self, trainer: Training, event: StepStart) -> None:
         # Only the main process checks its clock; its request is reduced with the step statistics.

@@ -40,6 +40,11 @@ class Saves:
         """Folders of this run's checkpoints: the one in run.dir, and the one in run.fallback_dir if configured."""
         return [folder for folder in (self.run.checkpoints, self.elsewhere) if folder]
 
+    def prepare(self) -> None:
+        """Allocates host memory for background saves in advance, unless replicas change. Collective."""
+        if self.saver.prepares:
+            self.saver.prepare()
+
     def start(self, position: Position) -> None:
         """Starts a save in the background; only one is in flight at a time. Returns after the copy to host memory."""
         with in_phase(Phase.SAVE):

@@ -33,12 +33,12 @@ def test_a_fraction_of_each_width() -> None:
 
 
 def test_patterns_choose() -> None:
-    model = boost.lowrank(mlp(), 2, include="2.*", init="random", activation="silu")
+    model: Any = boost.lowrank(mlp(), 2, include="2.*", init="random", activation="silu")
     assert [name for name, m in model.named_modules() if isinstance(m, LowRankLinear)] == ["2.0"]
     assert model[2][0].activation == "silu"
     with pytest.raises(ConfigError, match="the matching linears are already factorized"):
         boost.lowrank(model, 1, include="2.*")
-    again = boost.lowrank(model, 1, exclude=["0"])
+    again: Any = boost.lowrank(model, 1, exclude=["0"])
     assert isinstance(again[3], LowRankLinear) and isinstance(again[2][0].A, nn.Linear), (
         "factors are not factored again"
     )
@@ -230,7 +230,7 @@ def test_buffers_and_submodules_are_not_dropped() -> None:
 
 def test_a_shared_linear_stays_shared() -> None:
     shared = nn.Linear(32, 32)
-    model = nn.Sequential(nn.Linear(32, 32), shared, nn.GELU(), nn.Sequential(shared))
+    model: Any = nn.Sequential(nn.Linear(32, 32), shared, nn.GELU(), nn.Sequential(shared))
     assert ranks_of(boost.lowrank(model, 4)) == {"0": 4} and model[1] is model[3][0]
     with pytest.raises(ConfigError, match="include = '1': this linear shares its weight with another module"):
         boost.lowrank(model, 4, include=["1"])

@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "exact_match"}],
     },
 }  # fmt: skip
-QUESTIONS = [
+QUESTIONS: list[dict[str, Any]] = [
     {"question": "import ", "choices": ["os", "class lambda"], "answer": 0},
     {"question": "def main(", "choices": ["argv):", "yield yield yield yield"], "answer": 1},
     {"question": "", "choices": ["a", "bb"], "answer": 0},

@@ -1,6 +1,7 @@
 """The command line of `boost prepare`: arguments, output and exit codes."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ def test_default_store_of_a_folder(tmp_path, monkeypatch):
 
 def test_the_progress_bar_draws(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    bar = command.progress_display()
+    bar: Any = command.progress_display()
     assert type(bar).__name__ == "Bar"
     for phase in ("looking", "encoding"):
         bar.phase(phase, 100)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -258,7 +259,8 @@ def test_loro_recipes_are_the_published_scripts() -> None:
     }
     for size, facts in published.items():
         config = load(f"loro-{size}")
-        o, parameters = config.optim, parameter_count(config.model) / 1e6
+        o: Any = config.optim
+        parameters = parameter_count(config.model) / 1e6
         assert (o.lr, o.exact_every, o.warmup_steps, o.restart_delay, config.train.steps, round(parameters, 2)) == facts
         assert (o.eps, o.weight_decay, o.clip, o.min_lr_ratio, o.restart_warmup_steps) == (1e-6, 0, 0, 0.1, 5)
         assert (config.model.family, config.model.factor_init, config.model.mlp_silu) == ("svd", "xavier", True)
@@ -313,7 +315,7 @@ def test_another_family_takes_its_own_defaults_unless_told_otherwise(tmp_path: P
 
 
 def test_another_optimizer_takes_its_own_defaults_unless_told_otherwise(tmp_path: Path) -> None:
-    plain = load("loro-60m", ["--optim.name", "adamw"]).optim
+    plain: Any = load("loro-60m", ["--optim.name", "adamw"]).optim
     assert (plain.exact_every, plain.schedule, plain.lr_schedule, plain.lr) == (0, "cosine", Cosine(), 1e-2)
     cosine = load("loro-60m", ["--optim.schedule", "cosine"]).optim
     assert (cosine.exact_every, cosine.lr_schedule) == (500, Cosine())
@@ -321,7 +323,7 @@ def test_another_optimizer_takes_its_own_defaults_unless_told_otherwise(tmp_path
     decaying.write_text('[optim]\nschedule = "constant"\ndecay_steps = 5\n')
     assert load(str(decaying), ["--optim.schedule", "cosine"]).optim == load(None).optim
     (tmp_path / "resolved.toml").write_text(to_toml(load("demo")))
-    loro = load(str(tmp_path / "resolved.toml"), ["--optim.name", "loro", "--model.family", "svd"]).optim
+    loro: Any = load(str(tmp_path / "resolved.toml"), ["--optim.name", "loro", "--model.family", "svd"]).optim
     assert (loro.exact_every, loro.schedule) == (500, "cosine")
     assert load("loro-60m", ["--optim.name", "loro"]) == load("loro-60m")
 

@@ -38,7 +38,7 @@ def test_every_family_has_a_value_for_the_fields_that_all_code_reads() -> None:
         *("family", "over", "gate", "rank", "ranks", "latent_act", "factor_init"),
         *("mlp_silu", "low_rank", "has_latent_gates", "mixes"),
     )
-    neutral = ("none", "none", None, {}, "none", "none", True, False, False, False)
+    neutral: tuple[Any, ...] = ("none", "none", None, {}, "none", "none", True, False, False, False)
     answers = {
         name: tuple(getattr(ModelConfig.model_validate({"family": name}), f) for f in read)
         for name in ModelConfig.choices

@@ -21,6 +21,8 @@ from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.slow
 
+transformers: Any
+
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:

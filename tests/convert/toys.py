@@ -21,7 +21,7 @@ from boost.train.checkpoint import Checkpoint, Position, open_checkpoint
 from boost.train.model import build_decoder
 from tests import toy
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 64,

@@ -143,7 +143,8 @@ def test_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
 def test_values_in_an_array_are_those_of_json_lines(tmp_path: Path) -> None:
     """`datasets` would read a date, nine digits, an error and JSON as text."""
     parts = [{"type": "text", "text": "parts"}]
-    for number, values in enumerate((["2024-01-01"], [0.12345678901234567], [10**25], ["text", parts])):
+    drawn: list[list[Any]] = [["2024-01-01"], [0.12345678901234567], [10**25], ["text", parts]]
+    for number, values in enumerate(drawn):
         records = [{"messages": [{**USER, "more": value}, ANSWER]} for value in values]
         (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         (tmp_path / f"{number}.json").write_text(json.dumps(records))

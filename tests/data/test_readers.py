@@ -8,6 +8,7 @@ import os
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -219,7 +220,7 @@ def test_other_encodings_are_converted_and_noted(encoding, tmp_path, monkeypatch
     documents, report = read(FilesSource(tmp_path))
     assert [text for _, text in documents] == [text, *"é" * 12, "\N{GRINNING FACE}", "é"]
     noted = f"encoded in {ENCODINGS[encoding]}, converted to UTF-8"
-    unread = {("c.csv", "with unread columns: n"): []}
+    unread: Any = {("c.csv", "with unread columns: n"): []}
     assert notes(report) == {(name, noted): [] for name in ("a.txt", "b.jsonl", "c.csv")} | unread
     assert skips(report) == {}
 
@@ -376,7 +377,7 @@ def write_parquet(path, **columns):
 
 
 def test_parquet_in_row_groups(tmp_path):
-    texts = [f"row {i}" for i in range(250)]
+    texts: list[str | None] = [f"row {i}" for i in range(250)]
     texts[7], texts[130] = None, ""
     write_parquet(tmp_path / "x.parquet", body=texts, n=list(range(250)))
     documents, report = read(FilesSource(tmp_path / "x.parquet", text_field="body"))
@@ -509,7 +510,7 @@ def arrow_files(folder, table):
 
 
 def test_arrow_streams_and_files(tmp_path):
-    texts = [f"row {i}" for i in range(20)]
+    texts: list[str | None] = [f"row {i}" for i in range(20)]
     texts[3], texts[4] = None, "two\r\nlines"
     arrow_files(tmp_path, pa.table({"n": range(20), "body": pa.array(texts, pa.large_string())}))
     found, report = read(FilesSource(tmp_path))

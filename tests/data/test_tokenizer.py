@@ -133,7 +133,7 @@ def test_characters_that_a_tokenizer_drops_are_counted(splitter, text, dropped):
 def test_dropout_is_off(tmp_path):
     model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
     Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    notes = []
+    notes: list[str] = []
     tokenizer = tk.load_tokenizer(tmp_path, notes)
     assert {tuple(tokenizer.encode("ab").ids) for _ in range(40)} == {(2,)}
     assert notes == ["the tokenizer's dropout of 0.5 is off, so that the same text always has the same tokens"]
@@ -146,7 +146,7 @@ def test_settings_without_transformers_are_noted(tmp_path, monkeypatch):
     word_level("?", "a").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    notes = []
+    notes: list[str] = []
     tk.load_tokenizer(tmp_path, notes)
     assert notes == ["tokenizer_config.json of the tokenizer not applied; that needs: pip install transformers"]
 

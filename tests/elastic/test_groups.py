@@ -275,7 +275,7 @@ def on_gpu(path: Path) -> None:
     group.set_timeout(timedelta(seconds=7))
     assert group.nccl.options._timeout == timedelta(seconds=7)
 
-    gpu = {"Event": Event, "current_stream": mock.Mock(), "get_device_capability": lambda device: (9, 0)}
+    gpu: Any = {"Event": Event, "current_stream": mock.Mock(), "get_device_capability": lambda device: (9, 0)}
     with mock.patch.multiple(torch.cuda, **gpu), FakeTensorMode():
         x = torch.empty(2, device="cuda")
         for collective in (

@@ -153,7 +153,7 @@ def configurations(draw: st.DrawFn) -> Config:
     kv_heads = draw(
         st.sampled_from([k for k in range(1, heads + 1) if heads % k == 0 and (k % tp == 0 or tp % k == 0)])
     )
-    model = {
+    model: dict[str, Any] = {
         "family": family,
         "heads": heads,
         "kv_heads": kv_heads,

@@ -170,7 +170,7 @@ def test_times_on_a_gpu_are_not_those_of_its_probe(
 ) -> None:
     """On shared cores, a probe that takes twice as long says that the machine is half as fast. On a GPU it says nothing."""
     watch = speed.Stopwatch.__new__(speed.Stopwatch)
-    watch.mesh, watch.samples, watch.least = Mesh(torch.device(device)), 3, 0.0
+    watch.mesh, watch.samples = Mesh(torch.device(device)), 3
     watch.reference, watch.probe = 1.0, mock.Mock(seconds=lambda: 2.0)
     monkeypatch.setattr(watch, "_sample", lambda call, repeats: 1.0)
     assert watch.seconds(lambda: None) == expected

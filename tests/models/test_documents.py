@@ -38,8 +38,8 @@ def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
         torch.randn(BATCH, LENGTH, heads, WIDTH, generator=generator, dtype=torch.float64)
         for heads in (HEADS, kv_heads, kv_heads, HEADS)
     )
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    attended, keys_values = attend(*inputs, of)
+    inputs: Any = [x.requires_grad_() for x in (q, k, v)]
+    attended, keys_values = attend(*inputs, context=of)
     assert not keys_values
     yield attended
     yield from torch.autograd.grad(attended, inputs, upstream.view(attended.shape))
@@ -125,12 +125,12 @@ def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monke
     whole = make_context(1, torch.arange(LENGTH), MODEL, torch.float64, ids)
     q, k, v = (torch.randn(1, LENGTH, n, WIDTH, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS))
     upstream = torch.randn(LENGTH, HEADS * WIDTH, dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs: Any = [x.requires_grad_() for x in (q, k, v)]
     first, second = zip(whole.halves(), *(x.split(LENGTH // 2, dim=1) for x in inputs), strict=True)
-    of_first, (keys_values,) = attend(*first[1:], first[0])
-    of_second, needed = attend(*second[1:], second[0], None, keys_values)
+    of_first, (keys_values,) = attend(*first[1:], context=first[0])
+    of_second, needed = attend(*second[1:], context=second[0], before=keys_values)
     assert not needed
-    attended, halved = attend(*inputs, whole)[0], torch.cat((of_first, of_second))
+    attended, halved = attend(*inputs, context=whole)[0], torch.cat((of_first, of_second))
     expected = (attended, *torch.autograd.grad(attended, inputs, upstream))
     actual = (halved, *torch.autograd.grad(halved, inputs, upstream))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

@@ -30,7 +30,7 @@ def test_constants_are_torchs() -> None:
 
 def torchs(config: Config, initial: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.optim.Muon]:
     """torch's Muon with each factor as a separate parameter."""
-    o = config.optim
+    o: Any = config.optim
     factors = {name: torch.nn.Parameter(w.clone()) for name, w in initial.items() if name.endswith((".A", ".B"))}
     options = {"momentum": o.muon_momentum, "nesterov": o.muon_nesterov, "ns_steps": o.muon_steps}
     adjust = None if o.muon_adjust == "original" else o.muon_adjust

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -40,7 +41,7 @@ from tests.distributed import run_distributed
 
 MIB = 2**20
 
-GEMMS = {  # (m, n, k): TFLOP/s. Sources are those of the profiles.
+GEMMS: dict[str, Any] = {  # (m, n, k): TFLOP/s. Sources are those of the profiles.
     "a100-80g": {
         (8192, 8192, 8192): 254, (4096, 4096, 4096): 228, (2048, 2048, 2048): 221.8, (1024, 1024, 1024): 119.4,
         (802816, 192, 768): 157.8, (1024, 2145, 1024): 132.8, (6144, 12288, 12288): 250.8, (16384, 16384, 16384): 256.5,
@@ -70,7 +71,9 @@ ALONE = {"a100-80g": (0.87, 0.12), "h100-80g": (0.94, 0.09), "b200-180g": (0.74,
 """(fraction of peak of a GEMM that is timed in isolation, below the power limit; allowed mean error). For H100 it differs from the
 profile, which describes sustained training."""
 
-ALL_REDUCES = {  # (processes, {MiB: GB/s sent by one process, nccl-tests' bus bandwidth}, allowed mean error)
+ALL_REDUCES: dict[
+    str, Any
+] = {  # (processes, {MiB: GB/s sent by one process, nccl-tests' bus bandwidth}, allowed mean error)
     "a100-80g": (4, {1: 42, 64: 169, 1024: 205}, 0.12),
     "a100-80g-8": (8, {1: 36, 4: 71, 8: 90, 16: 109, 32: 133, 64: 167, 128: 174, 256: 214, 1024: 228}, 0.06),
     "h100-80g": (8, {1: 44, 8: 172, 16: 234, 64: 362, 256: 423, 1024: 466}, 0.05),

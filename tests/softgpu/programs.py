@@ -142,7 +142,8 @@ def one_rank(config: Config) -> Iterator[Stepper]:
     with without_the_others(config.parallel, GPU) as mesh:
         stepper = Stepper(config, mesh)
         made = made_up_batches(config, 0)  # several documents in each sequence
-        stepper._training.prefetcher._batches.make = lambda step: made
+        batches: Any = stepper._training.prefetcher._batches
+        batches.make = lambda step: made
         yield stepper
 
 

@@ -63,7 +63,7 @@ def lose(folder: Path, store: Path, background: bool) -> tuple[str, int]:
     config = make_config(store, folder, tp=2, train=train)
 
     def take(trainer: Trainer) -> None:
-        assert trainer.run.lock
+        assert isinstance(trainer.run.lock, RunLock)
         trainer.run.lock.path.unlink()
         RunLock(folder)._create()
 
@@ -74,7 +74,7 @@ def lose(folder: Path, store: Path, background: bool) -> tuple[str, int]:
     trainer.start([])
     with pytest.raises(LostRunError, match="now belongs to process"):
         trainer.fit()
-    if trainer.run.lock:
+    if isinstance(trainer.run.lock, RunLock):
         trainer.run.lock.__exit__()
     return "", trainer.position.step
 

@@ -135,6 +135,8 @@ class CheckpointSaver:
 
     expected_errors: tuple[type[Exception], ...] = ()
     """Errors of a background save that are not bugs, so their tracebacks are not logged."""
+    prepares = True
+    """Whether the run calls `prepare` before its first step; `start` calls it anyway."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ MODELS: list[dict[str, Any]] = [
 
 def gradients(module: PlainDecoder) -> dict[str, Tensor]:
     """Gradients by mathematical name."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for weight, parameters in module.stored():
         assert weight.grad is not None
         parts = weight.grad.split([parameter.shape[0] for parameter in parameters])
