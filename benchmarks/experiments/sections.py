@@ -16,8 +16,7 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "End to end": ("wire", "steps", "single", "modeled"),
     "Ablation": ("ladder",),
     "Recomputation": ("recompute",),
-    "Convergence": ("curves", "perplexity"),
-    "From a dense model": ("smollm2",),
+    "Convergence": ("curves", "perplexity", "smollm2"),
     "Performance model": ("validation", "record"),
 }
 """Chapters of the report, with their experiments."""

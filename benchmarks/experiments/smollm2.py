@@ -195,11 +195,10 @@ def section(facts: Facts) -> Section:
 def _quality_words(facts: Facts) -> str:
     recipe, quality = facts["settings"]["recipe"], facts["quality"]
     return (
-        f"`boost recipe {recipe['name']}`: weights of {recipe['package']} (4 bits, computed in fp32), calibration on "
-        f"{recipe['calibrate_tokens']:,} tokens and healing on {quality['training_tokens']:,} tokens of its text, with the dense "
-        f"model as the teacher. Perplexity on {quality['models'][0]['heldout_tokens']:,} held-out tokens in sequences of "
-        f"{recipe['seq_len']}. Tasks: accuracy on questions made from the same held-out text (`benchmarks/local_tasks.py`), with "
-        "their standard errors; they compare these models and are no standard benchmark."
+        f"`boost recipe {recipe['name']}`: weights of {recipe['package']} (4 bits, computed in fp32), calibrated on "
+        f"{recipe['calibrate_tokens']:,} tokens and healed on {quality['training_tokens']:,} with the dense model as the teacher. "
+        f"Perplexity on {quality['models'][0]['heldout_tokens']:,} held-out tokens; accuracy on questions made from that text, "
+        "which compare these models and are no standard benchmark."
     )
 
 
@@ -230,10 +229,9 @@ def _quality_table(quality: Facts) -> Table:
 def _speed_words(speed: Facts) -> str:
     found = ratio(speed["contest"]["seconds"][HF], speed["contest"]["seconds"][HEALED])
     return (
-        f"Training steps of {speed['tokens']:,} tokens in sequences of {speed['seq_len']}, fp32, one process with "
-        f"{speed['threads']} thread(s), {speed['rounds']} interleaved rounds; load of the machine before them: "
-        f"{speed['load']:.1f}. The healed model trains at {in_words(found)} times the tokens/s of transformers' dense model (goal: "
-        f"{GOAL})."
+        f"Steps of {speed['tokens']:,} tokens in sequences of {speed['seq_len']}, fp32, {speed['threads']} thread(s), "
+        f"{speed['rounds']} interleaved rounds (load before them: {speed['load']:.1f}). The healed model trains at "
+        f"{in_words(found)} times the tokens/s of transformers' dense model (goal: {GOAL})."
     )
 
 

@@ -111,11 +111,13 @@ def _halves_goals(facts: Facts, group: str) -> list[Goal]:
     """Halves against whole micro-batches on the wires on which halves are predicted to be faster, if there are any."""
     plain, halved = names_of(facts, group)
     chosen = [wire for wire, predicted in facts["predicted"].items() if predicted > 1]
+    if not chosen:
+        return []
     found = {wire: faster(facts, group, wire, halved, plain) for wire in chosen}
-    shown = "; ".join(f"{wire}: {in_words(gain)} x" for wire, gain in found.items())
+    worst = min(found, key=lambda wire: found[wire].low)
+    shown = f"{in_words(found[worst])} x ({worst}, the worst of {len(found)} wires)"
     what, where = "overlapped halves where the planner chooses them", shape_of(launches_of(facts, group)[0])
-    met = all(gain.low >= 1 for gain in found.values())
-    return [Goal(what, ">= 1x", where, shown, met)] if chosen else []
+    return [Goal(what, ">= 1x", where, shown, found[worst].low >= 1)]
 
 
 def _crossing_goal(facts: Facts, group: str, wire: str, least: float) -> Goal:

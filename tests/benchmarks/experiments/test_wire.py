@@ -161,4 +161,4 @@ def test_the_set_of_halves(without_hosts: None, tmp_path: Path, monkeypatch: pyt
     ]
     assert not wire_report.goals(facts)  # halves are predicted to pay nowhere
     (goal,) = wire_report.goals(facts | {"predicted": {"17% of a step": 0.95, "50% of a step": 1.1}})
-    assert goal.found.startswith("50% of a step: ") and goal.met is not None
+    assert goal.found.endswith(" x (50% of a step, the worst of 1 wires)") and goal.met is not None
