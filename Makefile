@@ -134,6 +134,7 @@ image:
 REPOSITORY_URL ?= $(shell git remote get-url origin 2>/dev/null | grep ^https:)
 
 docs: setup
+	$(BIN)/python -m benchmarks report
 	$(BIN)/python docs/stage.py build/docs
 	REPOSITORY_URL=$(REPOSITORY_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 NAVIGATION = {ROOT / f"{name.upper()}.md": f"{name}.md" for name in ("changelog", "contributing", "security")}
 """Pages in the navigation that are outside docs/, with their paths in the site."""
+REPORT = ROOT / "benchmarks" / "report.html"
+"""All results as one page, in the navigation if it has been built."""
 SEARCH = {
     "repo/": "exclude: true",
     "changelog.md": "exclude: true",
@@ -49,6 +51,7 @@ def stage(folder: Path) -> None:
         _write(folder / uri, for_the_site(uri, content))
     seen: set[Path] = set()
     todo = [path for path in sorted(DOCS.rglob("*")) if path.suffix in (".md", ".svg", ".css")] + list(NAVIGATION)
+    todo += [REPORT] * REPORT.is_file()
     while todo:
         path = todo.pop()
         if path in seen:

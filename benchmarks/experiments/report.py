@@ -43,9 +43,6 @@ from boost.config.schema import DType
 from boost.errors import ConfigError
 from boost.train.rundir import storage_errors
 
-DOTS_PER_INCH = 160
-"""Resolution of PNG figures."""
-
 KINDS = ("measured", "counted", "modeled")
 """Kinds of numbers. A table or figure gets a badge for each kind that its caption or headings mention."""
 
@@ -98,7 +95,7 @@ class Result:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The page, and the figures and tables next to the results."""
+    """The page, and the files that are committed: figures and tables next to the results, and the goals."""
 
     html: str
     files: dict[Path, bytes]
@@ -132,13 +129,13 @@ def _place(result: Result) -> tuple[int, int]:
     return sections.place(result.experiment), list(SETS).index(of_wire) if of_wire in SETS else 0
 
 
-def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
-    """Builds the page for the path `out`. `png`: also renders figures as PNG."""
+def make(results: Sequence[Result], out: Path) -> BenchReport:
+    """Builds the page for the path `out`."""
     pictures: dict[Path, bytes] = {}
-    first = _first_screen(results, pictures, png)
+    first = _first_screen(results, pictures)
     blocks: dict[str, list[dict[str, Any]]] = {}
     for number, result in enumerate(results):
-        drawn = _draw(result, pictures, png)
+        drawn = _draw(result, pictures)
         blocks.setdefault(result.experiment, []).append(_block(result, drawn, out, f"f{number}"))
     script = _template("report.js").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -174,7 +171,18 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
         origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modeled"]],
     )
     tables = {result.path.with_suffix(".md"): as_markdown(result.facts, result.section).encode() for result in results}
-    return BenchReport(html, pictures | tables)
+    return BenchReport(html, {**pictures, **tables, out.with_name("goals.md"): _goals_table(goals).encode()})
+
+
+def _goals_table(goals: Sequence[dict[str, Any]]) -> str:
+    """The goals as a Markdown table, for docs/results.md."""
+    lines = ["| metric | goal | result | |", "|---|---|---|---|"]
+    for row in goals:
+        decided = [each["goal"] for each in row["found"] if each["goal"].met is not None]
+        found = "<br>".join(f"{goal.kind} {prose(goal.found).striptags()}" for goal in decided)
+        what, figure = (prose(text).striptags() for text in (row["target"].what, row["target"].figure))
+        lines.append(f"| {what} | {figure} | {found} | {row['status']} |")
+    return "\n".join(lines) + "\n"
 
 
 def write(report: BenchReport, out: Path) -> None:
@@ -186,10 +194,9 @@ def write(report: BenchReport, out: Path) -> None:
             path.write_bytes(content)
 
 
-def stale(report: BenchReport, out: Path) -> list[Path]:
-    """Paths of the page, SVG figures and tables that are missing or out of date."""
-    wanted = {out: report.html.encode()} | {p: content for p, content in report.files.items() if p.suffix != ".png"}
-    return [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
+def stale(report: BenchReport) -> list[Path]:
+    """Paths of the committed files that are missing or out of date."""
+    return [path for path, content in report.files.items() if not path.is_file() or path.read_bytes() != content]
 
 
 def _by_name(results: Sequence[Result]) -> dict[str, Facts]:
@@ -248,7 +255,7 @@ def _colors() -> str:
     return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
-def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes], png: bool) -> dict[str, Any]:
+def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes]) -> dict[str, Any]:
     """Template variables of the first screen. Its figure is written next to the result that it shows."""
     every = [result.facts for result in results]
     svgs, wire = list[Markup](), headline.wire_of(every)
@@ -256,7 +263,7 @@ def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes], png: b
         if result.facts is wire:
             for name, narrow in (("headline", False), ("headline-narrow", True)):
                 figure = Figure(name, FIRST_FIGURE, partial(headline.draw, wire, narrow=narrow))
-                _pictured(figure, name, result.path, pictures, png)
+                _pictured(figure, name, result.path, pictures)
                 svg = pictures[result.path.with_name(f"{name}.svg")].decode()
                 svgs.append(Markup(inline_svg(svg, f"h{len(svgs)}", FIRST_FIGURE)))
     days = sorted({facts["environment"]["started"][:10] for facts in every})
@@ -271,33 +278,24 @@ def _first_screen(results: Sequence[Result], pictures: dict[Path, bytes], png: b
     }
 
 
-def _draw(result: Result, pictures: dict[Path, bytes], png: bool) -> dict[str, str]:
+def _draw(result: Result, pictures: dict[Path, bytes]) -> dict[str, str]:
     """Draws a result's figures into `pictures`. Returns SVG documents by figure name."""
     drawn = {}
     for figure in figures(result.section):
         name = figure.name
         if result.path.with_name(f"{name}.svg") in pictures:  # taken by another result in the same folder
             name = f"{result.path.stem}-{name}"
-        _pictured(figure, name, result.path, pictures, png)
+        _pictured(figure, name, result.path, pictures)
         drawn[figure.name] = pictures[result.path.with_name(f"{name}.svg")].decode()
     return drawn
 
 
-def _pictured(figure: Figure, name: str, beside: Path, pictures: dict[Path, bytes], png: bool) -> None:
-    """Draws a figure into `pictures`, under its paths next to a result."""
+def _pictured(figure: Figure, name: str, beside: Path, pictures: dict[Path, bytes]) -> None:
+    """Draws a figure into `pictures`, under its path next to a result."""
     with tempfile.TemporaryDirectory() as folder:
-        for suffix in (".svg", ".png")[: 1 + png]:
-            path = Path(folder, name + suffix)
-            _drawn_by(figure, path)
-            pictures[beside.with_name(path.name)] = path.read_bytes()
-
-
-def _drawn_by(figure: Figure, path: Path) -> None:
-    import matplotlib
-
-    # Settings must not change SVGs, which stay identical to those that the experiment wrote.
-    with matplotlib.rc_context({"savefig.dpi": DOTS_PER_INCH} if path.suffix == ".png" else {}):
+        path = Path(folder, f"{name}.svg")
         figure.draw(path)
+        pictures[beside.with_name(path.name)] = path.read_bytes()
 
 
 def _block(result: Result, drawn: dict[str, str], out: Path, prefix: str) -> dict[str, Any]:
@@ -405,7 +403,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=PAGE, metavar="FILE", help="output page (default benchmarks/report.html)"
     )
-    words = "write nothing; exit with code 1 if the page, a figure or a table is out of date"
+    words = "write nothing; exit with code 1 if a figure or a table is out of date"
     parser.add_argument("--check", action="store_true", help=words)
     words = "with --check: also exit with code 1 if results come from several commits or have uncommitted changes"
     parser.add_argument("--one-commit", action="store_true", help=words)
@@ -415,12 +413,12 @@ def run(args: argparse.Namespace) -> int:
     if args.one_commit and not args.check:
         raise ConfigError("--one-commit needs --check; add it")
     results = read_results(args.results or [RESULTS])
-    page = make(results, args.out, png=not args.check)
+    page = make(results, args.out)
     if not args.check:
         write(page, args.out)
-        print(f"{args.out}: {len(results)} results; wrote {len(page.files)} figures and tables next to them")
+        print(f"{args.out}: {len(results)} results; wrote {len(page.files)} figures and tables")
         return 0
-    wrong = [f"{path} is out of date; run 'python -m benchmarks report'" for path in stale(page, args.out)]
+    wrong = [f"{path} is out of date; run 'python -m benchmarks report'" for path in stale(page)]
     if args.one_commit:
         wrong += origins.strays(_by_name(results))
     for line in wrong:

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import matplotlib.image
 import pytest
 
 from benchmarks.commands import main
@@ -58,15 +57,13 @@ def test_the_same_results_give_the_same_bytes_and_a_change_is_seen(
     assert main(command) == 0
     for folder in (results, results / "gpu"):
         assert (folder / "steps.svg").read_text().startswith("<?xml")
-        height, width, _ = matplotlib.image.imread(folder / "steps.png").shape
-        assert (width, height) == (6 * report.DOTS_PER_INCH, 3 * report.DOTS_PER_INCH)
     assert main([*command, "--check"]) == 0
     path = results / "steps.json"
     path.write_text(path.read_text().replace("2.06", "2.07"))
     capsys.readouterr()
     assert main([*command, "--check"]) == 1
     said = capsys.readouterr().err
-    assert "report.html is out of date" in said and "gpu" not in said
+    assert "report.html" not in said and "gpu" not in said
     assert "steps.svg" in said and "steps.md" in said
 
 
@@ -105,7 +102,7 @@ def test_what_is_no_result_is_refused(results: Path, monkeypatch: pytest.MonkeyP
     unknown = [Goal("speed of light", "", "", "", None)]
     monkeypatch.setattr(sections, "goals", lambda _: unknown)
     with pytest.raises(MeasurementError, match="'speed of light' is none"):
-        report.make(report.read_results([results]), results.parent / "report.html", png=False)
+        report.make(report.read_results([results]), results.parent / "report.html")
     (results / "odd.json").write_text(json.dumps({"experiment": "odd", "environment": {}}))
     with pytest.raises(ConfigError, match=r"odd\.json: experiment = 'odd' is unknown"):
         report.read_results([results])
