@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,8 +72,7 @@ def shuffled_order(n_samples: int, seed: int) -> Any:
     return grain.MapDataset.range(n_samples).seed(seed).shuffle().repeat()
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive tokens in a split: n inputs from `start`, and the target that follows each of them. A segment takes n + 1
     positions in a sequence, because its last target is also an input, one without a target. The last in a sample takes only n."""
 
@@ -235,13 +234,22 @@ class EvaluationBatches:
     """
 
     def __init__(
-        self, split: Split, seq_len: int, batch: int, dp_rank: int = 0, dp: int = 1, max_tokens: int | None = None
+        self,
+        split: Split,
+        seq_len: int,
+        batch: int,
+        dp_rank: int = 0,
+        dp: int = 1,
+        max_tokens: int | None = None,
+        documents: bool = True,
     ) -> None:
+        """`documents`: as in `Batches`."""
         if split.n_tokens < 2:
             raise DataError(
                 f"{split.path}: split {split.name!r} has too few tokens ({split.n_tokens}): evaluation needs at least 2; add text"
             )
         self._split, self._seq_len, self._batch, self._dp_rank, self._dp = split, seq_len, batch, dp_rank, dp
+        self._documents = documents
         self._windows = windows_of(split, seq_len, partial=True)
         self._selected = len(self._windows)
         if max_tokens is not None:
@@ -257,7 +265,7 @@ class EvaluationBatches:
             samples = [
                 self._windows[i * len(self._windows) // self._selected] if i < self._selected else () for i in numbers
             ]
-            yield _rows([(self._split, segments) for segments in samples], self._seq_len)
+            yield _rows([(self._split, segments) for segments in samples], self._seq_len, self._documents)
 
 
 class DocumentBatches:
@@ -300,7 +308,7 @@ class DocumentBatches:
             yield Batch(tokens, targets, np.zeros((self._batch, self._seq_len), dtype=np.int32))
 
 
-def _rows(rows: Sequence[tuple[Split, Sequence[Segment]]], seq_len: int, documents: bool = True) -> Batch:
+def _rows(rows: Sequence[tuple[Split, Sequence[Segment]]], seq_len: int, documents: bool) -> Batch:
     """The rows [S] of samples, each padded with a separate document. `documents`: see `Batches`."""
     batch = Batch(
         np.empty((len(rows), seq_len), dtype=np.int64),
@@ -311,7 +319,7 @@ def _rows(rows: Sequence[tuple[Split, Sequence[Segment]]], seq_len: int, documen
     for (split, segments), tokens, targets, ids in each:
         at, document = 0, 0
         for number, segment in enumerate(segments, start=1):
-            window, end = split.window(segment.start, segment.n_inputs + 1), at + segment.n_inputs
+            window, end = split.read(segment.start, segment.n_inputs + 1), at + segment.n_inputs
             tokens[at:end], targets[at:end] = window[:-1], window[1:]
             if split.targets is not None:
                 targets[at:end][~split.targets.counted(segment.start + 1, segment.n_inputs)] = IGNORED
@@ -322,5 +330,10 @@ def _rows(rows: Sequence[tuple[Split, Sequence[Segment]]], seq_len: int, documen
                 tokens[end], targets[end], ids[end] = window[-1], IGNORED, ids[end - 1]
                 end += 1
             at = end
-        tokens[at:], targets[at:], ids[at:] = split.eos, IGNORED, document
+        if at < seq_len:
+            tokens[at:], targets[at:], ids[at:] = split.eos, IGNORED, document
+    if max(batch.tokens.max(), batch.targets.max()) > min(split.limit for split, _ in rows):
+        for split, segments in rows:  # raises an error, unless the store of another row has the lower limit
+            for segment in segments:
+                split.window(segment.start, segment.n_inputs + 1)
     return batch

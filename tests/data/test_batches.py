@@ -170,6 +170,27 @@ def test_padding_belongs_to_no_document_of_the_text():
     assert batch.document_ids[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
 
 
+def test_evaluation_that_isolates_no_documents_does_not_read_them():
+    split = make_split(41)
+    unread = dataclasses.replace(split, documents=None)
+    batches = EvaluationBatches(unread, 10, 2, documents=False)
+    for batch, whole in zip(batches, EvaluationBatches(split, 10, 2), strict=True):
+        np.testing.assert_array_equal(batch.tokens, whole.tokens)
+        np.testing.assert_array_equal(batch.targets, whole.targets)
+        assert not batch.document_ids.any()
+
+
+def test_a_batch_names_a_token_beyond_the_vocabulary_of_its_store():
+    batches = Batches(mixed(41, 41), 10, 1, 0, documents=False)
+    object.__setattr__(batches.splits[0], "largest_token", 20)  # below the tokens of the other store, too
+    batches.samples([0, 1, *range(4, 8)])
+    for sample, row in ((2, 20), (3, 30)):
+        with pytest.raises(
+            DataError, match=rf"STORE0: train.tokens contains token id .. near position {row}, above .* 20"
+        ):
+            batches.samples([0, sample, 4])
+
+
 def test_evaluation_of_windows_spread_over_the_split():
     split = make_split(101)
     parts = list(EvaluationBatches(split, 10, 2, max_tokens=35))

@@ -80,6 +80,17 @@ def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, parallel
         assert load(tmp_path / "background" / name, toy.single(config))[1].step == int(name[-1])
 
 
+def test_a_save_needs_no_second_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Trained(mesh_config(1), 1)
+    usual = save_at(tmp_path / "usual", trained, 1)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert files_of(save_at(tmp_path / "alone", trained, 1)) == files_of(usual)
+
+
 class Recorder(Hook):
     """Records events after steps and around saves, in order."""
 

@@ -114,19 +114,14 @@ class FileEntry(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     bytes: Annotated[int, Field(ge=0)]
-    blake2b: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
-
-
-def new_digest(content: bytes = b"") -> hashlib.blake2b:
-    """The hash function for manifests: BLAKE2b with a 20-byte digest."""
-    return hashlib.blake2b(content, digest_size=20)
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 def entry_of(file: Path) -> FileEntry:
     """Computes the manifest entry for a file on disk."""
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, new_digest)
-    return FileEntry(bytes=file.stat().st_size, blake2b=digest.hexdigest())
+        digest = hashlib.file_digest(stream, "sha256")
+    return FileEntry(bytes=file.stat().st_size, sha256=digest.hexdigest())
 
 
 def write_synced(file: Path, content: bytes) -> FileEntry:
@@ -135,7 +130,7 @@ def write_synced(file: Path, content: bytes) -> FileEntry:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    return FileEntry(bytes=len(content), blake2b=new_digest(content).hexdigest())
+    return FileEntry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def sync(path: Path) -> None:

@@ -15,6 +15,7 @@ A run whose last save fails loses its weights, so this save is retried and falls
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,7 +46,6 @@ from boost.train.checkpoint.commit import (
     checkpoint_path,
     entry_of,
     make_temporary,
-    new_digest,
     publish,
     remove,
     sync,
@@ -58,7 +59,7 @@ from boost.train.model import Model
 log = logging.getLogger("boost")
 
 CHUNK_BYTES = 1 << 20
-"""Bytes checked, written and hashed at a time. They fit in a core's cache; writing and hashing release the GIL."""
+"""Bytes checked and hashed at a time. They fit in a core's cache."""
 _DTYPES = {
     torch.float64: ("F64", np.float64),
     torch.float32: ("F32", np.float32),
@@ -361,23 +362,35 @@ def _write_shard(
 
 
 def _write_tensors(stream: BinaryIO, slices: list[LocalSlice], place: Mapping[str, str]) -> FileEntry:
-    """Writes and syncs a safetensors file, with the offsets of shards in the metadata that torch.distributed.checkpoint expects."""
-    digest, written = new_digest(), 0
-    for tensor in (None, *slices):
-        if tensor is None:
-            data = np.frombuffer(_header(slices, place), dtype=np.uint8)
-        else:  # no copy if it is contiguous and in host memory
-            data = tensor.local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    """Writes and syncs a safetensors file, with the offsets of shards in the metadata that torch.distributed.checkpoint expects.
+    A second thread checks and hashes the tensors meanwhile."""
+    header = _header(slices, place)
+    digest, written = hashlib.sha256(header), stream.write(header)
+
+    def check_and_hash(data: npt.NDArray[np.uint8], tensor: LocalSlice) -> None:
         for begin in range(0, data.size, CHUNK_BYTES):
             chunk = data[begin : begin + CHUNK_BYTES]
-            if tensor and not _finite(chunk, tensor.local.dtype):
+            if not _finite(chunk, tensor.local.dtype):
                 raise NonFiniteError(f"{tensor.name} holds a value that is not finite")
-            stream.write(chunk.data)
             digest.update(chunk.data)
-        written += data.size
-    stream.flush()
-    os.fsync(stream.fileno())
-    return FileEntry(bytes=written, blake2b=digest.hexdigest())
+
+    with ThreadPoolExecutor(1, "hash") as thread:
+        hashed = list[Future[None]]()
+        for tensor in slices:
+            host = tensor.local.cpu().contiguous()
+            data = host.reshape(-1).view(torch.uint8).numpy()
+            try:
+                hashed.append(thread.submit(check_and_hash, data, tensor))
+            except RuntimeError:  # the system allows no more threads
+                check_and_hash(data, tensor)
+            written += stream.write(data.data)
+            if hashed and host.data_ptr() != tensor.local.data_ptr():  # at most one copy is in memory
+                hashed[-1].result()
+        stream.flush()
+        os.fsync(stream.fileno())
+        for result in hashed:
+            result.result()
+    return FileEntry(bytes=written, sha256=digest.hexdigest())
 
 
 def _header(slices: list[LocalSlice], place: Mapping[str, str]) -> bytes:
