@@ -324,6 +324,8 @@ def _read_into(wanted: dict[str, Tensor], path: Path, shards: Shards, mesh: Mesh
 
 def _load(wanted: dict[str, Tensor], reader: "ShardReader", alone: bool) -> None:
     """Reads tensors. Raises CheckpointError, on all processes; torch's own exception is no `Exception`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # it copies at the memory's speed; more threads would wait for a core that hashes
     try:
         with quiet():
             dcp.load(wanted, storage_reader=reader, no_dist=alone)
@@ -333,6 +335,8 @@ def _load(wanted: dict[str, Tensor], reader: "ShardReader", alone: bool) -> None
             if not isinstance(cause, Exception):  # it also catches KeyboardInterrupt
                 raise cause from None
         raise DamagedCheckpointError(f"'{reader.folder}' cannot be read: {root_cause(error)}") from error
+    finally:
+        torch.set_num_threads(threads)
 
 
 class WeightReader:

@@ -15,6 +15,7 @@ A run whose last save fails loses its weights, so this save is retried and falls
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import logging
@@ -23,7 +24,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,12 +39,15 @@ from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
 from boost.train.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
+    CHUNK_BYTES,
     STATE_FILE,
     TENSORS,
     TOKENIZER_FILE,
     FileEntry,
     checkpoint_path,
     entry_of,
+    file_digest,
+    hash_threads,
     make_temporary,
     publish,
     remove,
@@ -58,8 +61,6 @@ from boost.train.model import Model
 
 log = logging.getLogger("boost")
 
-CHUNK_BYTES = 1 << 20
-"""Bytes checked and hashed at a time. They fit in a core's cache."""
 _DTYPES = {
     torch.float64: ("F64", np.float64),
     torch.float32: ("F32", np.float32),
@@ -363,34 +364,60 @@ def _write_shard(
 
 def _write_tensors(stream: BinaryIO, slices: list[LocalSlice], place: Mapping[str, str]) -> FileEntry:
     """Writes and syncs a safetensors file, with the offsets of shards in the metadata that torch.distributed.checkpoint expects.
-    A second thread checks and hashes the tensors meanwhile."""
-    header = _header(slices, place)
-    digest, written = hashlib.sha256(header), stream.write(header)
+    Other threads check and hash its chunks meanwhile."""
+    digests = list[Callable[[], bytes]]()
 
-    def check_and_hash(data: npt.NDArray[np.uint8], tensor: LocalSlice) -> None:
-        for begin in range(0, data.size, CHUNK_BYTES):
-            chunk = data[begin : begin + CHUNK_BYTES]
-            if not _finite(chunk, tensor.local.dtype):
-                raise NonFiniteError(f"{tensor.name} holds a value that is not finite")
-            digest.update(chunk.data)
-
-    with ThreadPoolExecutor(1, "hash") as thread:
-        hashed = list[Future[None]]()
+    def pieces() -> Iterator[Piece]:
+        yield np.frombuffer(header, dtype=np.uint8), None
+        stream.write(header)
         for tensor in slices:
             host = tensor.local.cpu().contiguous()
             data = host.reshape(-1).view(torch.uint8).numpy()
+            yield data, tensor
+            stream.write(data.data)
+            if host.data_ptr() != tensor.local.data_ptr():  # holds few copies in memory at a time
+                for digest in digests[-1:]:
+                    digest()
+
+    header = _header(slices, place)
+    with hash_threads() as threads:
+        for chunk in _chunks(pieces()):
             try:
-                hashed.append(thread.submit(check_and_hash, data, tensor))
+                digests.append(threads.submit(_check_and_hash, chunk).result)
             except RuntimeError:  # the system allows no more threads
-                check_and_hash(data, tensor)
-            written += stream.write(data.data)
-            if hashed and host.data_ptr() != tensor.local.data_ptr():  # at most one copy is in memory
-                hashed[-1].result()
+                digests.append(functools.partial(bytes, _check_and_hash(chunk)))
         stream.flush()
         os.fsync(stream.fileno())
-        for result in hashed:
-            result.result()
-    return FileEntry(bytes=written, sha256=digest.hexdigest())
+        return FileEntry(bytes=stream.tell(), sha256=file_digest(digest() for digest in digests))
+
+
+Piece = tuple[npt.NDArray[np.uint8], LocalSlice | None]
+"""Bytes of a file, and the tensor that they belong to."""
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Divides consecutive pieces of a file into its chunks."""
+    chunk, room = list[Piece](), CHUNK_BYTES
+    for data, tensor in pieces:
+        begin = 0
+        while begin < data.size:
+            part = data[begin : begin + room]
+            chunk.append((part, tensor))
+            begin, room = begin + part.size, room - part.size
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK_BYTES
+    if chunk:
+        yield chunk
+
+
+def _check_and_hash(chunk: list[Piece]) -> bytes:
+    digest = hashlib.sha256()
+    for data, tensor in chunk:
+        if tensor and not _finite(data, tensor.local.dtype):
+            raise NonFiniteError(f"{tensor.name} holds a value that is not finite")
+        digest.update(data.data)
+    return digest.digest()
 
 
 def _header(slices: list[LocalSlice], place: Mapping[str, str]) -> bytes:
