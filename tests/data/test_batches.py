@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import Batch, Batches, DocumentBatches, EvaluationBatches, PackedWindows, shuffled_order
+from boost.data.batches import Batch, Batches, DocumentBatches, EvaluationBatches, PackedWindows, ShuffledOrder
 from boost.data.mixture import MixedSplit
 from boost.data.store import Spans, Split, boundaries_of
 from boost.errors import ConfigError, DataError
@@ -28,14 +28,14 @@ def make_split(n_tokens, document=5):
 @settings(deadline=None, max_examples=8)
 @given(st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_every_epoch_holds_every_sample_once(n, seed):
-    order = shuffled_order(n, seed)
+    order = ShuffledOrder(n, seed)
     for epoch in range(3):
         assert sorted(order[epoch * n + i] for i in range(n)) == list(range(n))
 
 
 def test_epochs_and_seeds_differ():
     n = 500
-    a, b = shuffled_order(n, 1), shuffled_order(n, 2)
+    a, b = ShuffledOrder(n, 1), ShuffledOrder(n, 2)
     first, second, other = [a[i] for i in range(n)], [a[n + i] for i in range(n)], [b[i] for i in range(n)]
     for one, two in ((first, second), (first, other), (first, list(range(n)))):
         # Two independent permutations agree in about one place.
@@ -44,13 +44,13 @@ def test_epochs_and_seeds_differ():
 
 def test_order_holds_no_index_array():
     # Two billion samples: an array of them would take 16 GB, and a list of their shuffles minutes.
-    order = shuffled_order(2**31, 0)
+    order = ShuffledOrder(2**31, 0)
     assert all(0 <= order[i] < 2**31 for i in (0, 10**9, 2**31, 5 * 2**31 + 3))
 
 
 def test_order_does_not_change_between_releases():
     # A change here would make every run resume onto other data.
-    order = shuffled_order(10, 7)
+    order = ShuffledOrder(10, 7)
     assert [order[i] for i in range(20)] == [7, 9, 0, 8, 4, 2, 5, 6, 3, 1, 6, 0, 4, 2, 7, 9, 1, 5, 8, 3]
 
 
@@ -207,7 +207,7 @@ def test_evaluation_of_a_single_token_is_refused_at_the_call():
 @pytest.mark.slow
 def test_importing_grain_says_nothing_and_hides_nothing():
     code = (
-        "from boost.data.batches import shuffled_order; shuffled_order(3, 0)\n"
+        "from boost.data.batches import ShuffledOrder; ShuffledOrder(3, 0)\n"
         "from absl import logging; logging.warning('kept')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
