@@ -6,9 +6,9 @@ import re
 import stat
 from pathlib import Path
 
-from boost.config.text import brief
 from boost.errors import BoostError, DataError
 from boost.format import format_bytes
+from boost.text import brief
 
 _MAX_BYTES = 200
 """Maximum length of a name. File systems allow 255 bytes, including any suffix that a caller adds."""

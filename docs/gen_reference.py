@@ -142,15 +142,13 @@ def _group(name: str) -> str:
 
 def commands() -> str:
     """Every command: usage, description, arguments and examples, from its parser."""
-    from boost.cli.main import build_parser
+    from boost.cli.main import COMMANDS, build_parser
 
     parser = build_parser()
     lines = ["# Commands", "", escaped(parser.description or ""), "", "| command | what it does |", "|---|---|"]
     group = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for choice in group._choices_actions:
-        lines.append(
-            f"| [`boost {choice.dest}`](#boost-{choice.dest.replace(' ', '-')}) | {escaped(choice.help or '')} |"
-        )
+    for name, summary in COMMANDS.items():
+        lines.append(f"| [`boost {name}`](#boost-{name.replace(' ', '-')}) | {escaped(summary)} |")
     codes = "0 done, 2 a mistake in the input, 3 training or a check failed, 75 try again"
     lines += ["", f"Errors are one line on stderr. Exit codes: {codes} ([details](../clusters.md#restart-and-resume))."]
     for name, command in group.choices.items():

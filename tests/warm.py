@@ -7,7 +7,7 @@ import torch.utils.tensorboard  # loaded by the first metrics
 
 import boost.cli.main
 import boost.train.run  # loaded by `boost train` before it starts its processes
-from boost.data.batches import shuffled_order
+from boost.data.batches import ShuffledOrder
 from tests import toy, trained
 from tests.distributed import end_with_parent
 
@@ -18,6 +18,6 @@ if not torch.backends.cuda.is_built():  # it asks for GPUs, and no process that 
 
 end_with_parent()
 toy.toy_config()  # looks for plug-ins
-shuffled_order(1, 0)  # loads grain
+ShuffledOrder(1, 0)  # loads grain
 boost.train.run.SAMPLE_TOKENS = 8  # over TP, 120 tokens take about as long as a short run
 gc.freeze()  # otherwise each process scans a third of a million objects at its first collection

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.experiments.results import Facts, Goal, MeasurementError, machine
-from boost.config.text import read_toml
+from boost.text import read_toml
 
 Status = Literal["met", "not met", "not measured"]
 

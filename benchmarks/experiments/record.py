@@ -51,7 +51,6 @@ from benchmarks.experiments.separate import separate_loss
 from boost.config.load import load
 from boost.config.schema import CompileName, Config, Section
 from boost.config.stages import Stage
-from boost.config.text import read_toml
 from boost.errors import ConfigError
 from boost.plan.datasheet import PORT_SHARE
 from boost.plan.hardware import AttentionSpeed, Hardware, Speeds, load_hardware
@@ -59,6 +58,7 @@ from boost.plan.memory import peak
 from boost.plan.step_time import PIPELINE, SPREADS, PassTime, kind_of
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, STREAM, Work, gemm, moved
+from boost.text import read_toml
 from boost.train.progress import progress
 
 HERE = Path(__file__).parent

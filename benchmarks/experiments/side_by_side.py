@@ -23,6 +23,7 @@ from boost.config.architecture import groups as linears
 from boost.config.architecture import parameter_count
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
+from boost.machine import available_cores
 from boost.measure.steps import Stepper, look_at
 from boost.parallel.mesh import Mesh
 from boost.plan.collectives import step_collectives
@@ -30,7 +31,6 @@ from boost.plan.hardware import Hardware
 from boost.plan.timing import Predictor
 from boost.train.launch import launch, under_torchrun
 from boost.train.rendezvous import choose_device, close_mesh, open_mesh, world_size
-from boost.train.rundir import available_cores
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.layouts import layout_spec
+from boost.machine import available_cores
 from boost.measure.speed import Probe
 from boost.measure.steps import SIZE_1B, SMALL, Prediction, Stepper, flags, look_at, prediction, shape
 from boost.parallel.mesh import mesh_of
@@ -41,7 +42,7 @@ from boost.plan.search import max_peak
 from boost.train.launch import launch
 from boost.train.progress import progress
 from boost.train.rendezvous import choose_device, close_mesh, open_mesh
-from boost.train.rundir import available_cores, environment
+from boost.train.rundir import environment
 
 TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.10, 0.05, 0.0
 """Maximum relative errors of measured steps: seconds, peak bytes, sent bytes."""

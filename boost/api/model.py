@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from boost.api.sharding import fill, restore, spec_of, traits_of
-from boost.config import Config, load
+from boost.config import Config
 from boost.config.architecture import Parameter
-from boost.config.load import change, from_tree, read_source
+from boost.config.load import as_config, change, from_tree, read_source
 from boost.convert.export import export
 from boost.convert.importing import (
     CheckpointWeights,
@@ -242,10 +242,3 @@ def _common_checkpoint(path: Path, mesh: DeviceMesh | dist.ProcessGroup | None) 
         dist.all_gather_object(names, found.name, group=group)
         found = found.with_name(min(names))
     return found
-
-
-def as_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
-    """Returns a validated configuration from an object, a nested dict, a TOML file or a preset. Raises ConfigError."""
-    if isinstance(source, Config):
-        return source
-    return from_tree(dict(source)) if isinstance(source, Mapping) else load(str(source))

@@ -3,15 +3,15 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from boost.api.model import Model, as_config
 from boost.config import Config, for_weights
+from boost.config.load import as_config
 from boost.errors import ConfigError, Stopped
-from boost.train.checkpoint import open_checkpoint
 from boost.train.hooks import Hook, TrainResult
-from boost.train.launch import under_torchrun
-from boost.train.run import check_before_start, train
+
+if TYPE_CHECKING:
+    from boost.api.model import Model
 
 
 class Trainer:
@@ -45,7 +45,12 @@ class Trainer:
 
         Checks everything that can be checked before the first step. Raises ConfigError, DataError or CheckpointError.
         """
-        config = as_config(config)
+        config = as_config(config)  # mistakes are found before torch is imported
+
+        from boost.train.checkpoint import open_checkpoint
+        from boost.train.launch import under_torchrun
+        from boost.train.run import check_before_start
+
         if start_from is not None:
             config = for_weights(config, open_checkpoint(Path(start_from)).config)
         self.config = config
@@ -67,6 +72,8 @@ class Trainer:
         run were complete; with `return_if_stopped`, it returns the result, whose `stopped` is true. A signal before the first step
         always raises. Raises BoostError if training fails.
         """
+        from boost.train.run import train
+
         result, _ = train(self.config, self._resume, self._start_from, hooks=self.hooks)
         if result is None:
             raise Stopped("a signal stopped the run before its first step; nothing was lost")
@@ -78,6 +85,8 @@ class Trainer:
             )
         return result
 
-    def model(self, **options: Any) -> Model:
+    def model(self, **options: Any) -> "Model":
         """Loads the model of the run's latest checkpoint on one process; `options` as in `Model.from_pretrained`."""
+        from boost.api.model import Model
+
         return Model.from_pretrained(self.config.run.dir, **options)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from boost.cli.terminal import print_rows
-from boost.config.text import printable
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
 from boost.format import format_bytes
+from boost.text import printable
 from boost.train.rundir import require_checkpoint_folder
 
 Result = TypeVar("Result")
@@ -23,7 +23,6 @@ Status = Literal["complete", "superseded", "incomplete", "damaged"]
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "checkpoint",
-        help="list and verify checkpoints",
         description="Lists and verifies the checkpoints of a run.\n\n"
         "  list     shows step, date, size, state and held-out loss of each checkpoint\n"
         "  verify   checks every byte against the saved digests; exit code 1 if anything is damaged",

@@ -14,7 +14,6 @@ from boost.format import format_count
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "config",
-        help="print a fully resolved configuration, or validate a file",
         description="Prints a preset or a file with all defaults filled in, as TOML for 'boost train'.\n"
         "An error is one line with the field, its value and the nearest valid value.",
         epilog="examples:\n"

@@ -14,7 +14,6 @@ PORT = 29410
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "coordinate",
-        help="host the key-value store for in-step recovery",
         description="Hosts the key-value store through which the replicas of a run agree on membership\n"
         "(run.recovery = 'in-step'). It does no computation. Start a new one for each run, before the replicas,\n"
         "on a machine that stays up, such as the login node. Stop it with Ctrl-C after the run. Anyone who can\n"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "eval",
-        help="evaluate a checkpoint on held-out text, or on tasks",
         description="Computes cross-entropy, perplexity and bits per byte over every token of a split, and the unigram entropy\n"
         "of the same text as a baseline. Works with checkpoints from any mesh and layout.\n"
         "With --tasks, runs tasks from lm-evaluation-harness instead.",

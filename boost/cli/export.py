@@ -14,7 +14,6 @@ FILE_BYTES = 5 * 10**9
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "export",
-        help="write a checkpoint as a Hugging Face folder",
         description="Writes a folder that transformers loads with AutoModelForCausalLM.from_pretrained: weights, configuration,\n"
         "tokenizer and a model card. dense, and svd with merged factors, become a stock class (Llama, Qwen2, Qwen3,\n"
         "SmolLM3). cola with one rank, plain RoPE and no grouped-query attention uses the official CoLA format, and all other\n"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
-from boost.config.text import printable_text
 from boost.data.chat import Message
 from boost.data.tokenizer import TextStream, continuation
 from boost.errors import ConfigError
+from boost.text import printable_text
 from boost.train.sampling import Sampling, beyond_context
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ Prompt = str | list[Message]
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "generate",
-        help="generate text from a checkpoint",
         description="Continues prompts token by token, with a key/value cache. Works with any checkpoint, at any TP size.\n"
         "Several prompts are processed together, in batches; each is continued as if it were alone.",
         epilog="examples:\n"

@@ -7,14 +7,13 @@ from typing import Any
 
 from boost.cli.export import FILE_BYTES
 from boost.cli.terminal import print_rows
-from boost.config.text import printable
 from boost.errors import ConfigError
+from boost.text import printable
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "import",
-        help="convert weights from transformers to a checkpoint",
         description="Converts a Hugging Face folder with safetensors weights (Llama, Mistral, Qwen2, Qwen3, SmolLM3, the official\n"
         "CoLA class, or the output of 'boost export') to a checkpoint at step 0, for 'boost eval', 'generate' and\n"
         "'train --start-from'.\n"

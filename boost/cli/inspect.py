@@ -10,11 +10,11 @@ from boost.cli.terminal import new_table, print_fact, print_table, result_consol
 from boost.config import Config, load
 from boost.config.attention import context_notes
 from boost.config.stages import stages
-from boost.config.text import printable
 from boost.drawing import require_drawable
 from boost.errors import ConfigError
 from boost.format import format_bytes, format_count
 from boost.layouts import spec_of
+from boost.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "inspect",
-        help="show how a model is sharded, and its collectives",
         usage="boost inspect CONFIG [--layout L] [--tp N] [--memory] [--json] [--svg FILE] [--section.key value ...]",
         description="Prints the local shape of each weight on one TP rank, and every collective of an optimizer step with\n"
         "its shape and bytes. Starts no processes. Tests check the runtime against this table.",

@@ -13,7 +13,6 @@ from boost.train.signals import STOP_SIGNALS
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "launch",
-        help="start a command under torchrun, on one or more nodes",
         usage="boost launch [--check | TORCHRUN OPTIONS] -- COMMAND ...",
         description="Checks the command, such as 'train run.toml', and then runs it under torchrun. Options before -- are\n"
         "torchrun's.\n"
@@ -46,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     before = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}  # until torchrun handles them
     try:
         plain, overrides = split_overrides(command)
-        launched = parse(build_parser(), command_words(plain), overrides)
+        words = command_words(plain)
+        launched = parse(build_parser(words), words, overrides)
         if check := getattr(launched, "check", None):
             check(launched)
         if options == ["--check"]:

@@ -1,6 +1,7 @@
 """The console script `boost`: one file per command, each with `add_parser` and `run`.
 
-Commands import torch, tokenizers and other slow modules inside `run`, so that `--help` and configuration errors are instant.
+Only the file of the given command is imported. Commands import torch, tokenizers and other slow modules inside `run`, so that
+`--help` and configuration errors are instant.
 """
 
 import argparse
@@ -9,24 +10,44 @@ import importlib
 import keyword
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from boost.config.load import parse_overrides
-from boost.config.text import escape_output, print_error, printable
 from boost.errors import BoostError, ConfigError, StorageError, thread_limit
-from boost.train.rundir import available_cores
+from boost.machine import available_cores
+from boost.text import escape_output, print_error, printable
 from boost.version import __version__
 
 COMMAND_GROUPS = {
-    "data": ("prepare",),
-    "training": ("recipe", "train", "config", "eval", "generate"),
-    "models": ("runs", "checkpoint", "export", "import"),
-    "planning": ("plan", "plan calibrate", "inspect"),
-    "clusters": ("launch", "verify", "coordinate"),
+    "data": {
+        "prepare": "tokenize files, a Hugging Face dataset or a code corpus",
+    },
+    "training": {
+        "recipe": "reproduce a published run, or shrink and heal a published model",
+        "train": "train a model",
+        "config": "print a fully resolved configuration, or validate a file",
+        "eval": "evaluate a checkpoint on held-out text, or on tasks",
+        "generate": "generate text from a checkpoint",
+    },
+    "models": {
+        "runs": "list runs",
+        "checkpoint": "list and verify checkpoints",
+        "export": "write a checkpoint as a Hugging Face folder",
+        "import": "convert weights from transformers to a checkpoint",
+    },
+    "planning": {
+        "plan": "find the fastest layout, mesh and batch for your GPUs",
+        "plan calibrate": "measure this machine: GEMMs, attention, memory, collectives",
+        "inspect": "show how a model is sharded, and its collectives",
+    },
+    "clusters": {
+        "launch": "start a command under torchrun, on one or more nodes",
+        "verify": "check that training is correct and fast on these machines",
+        "coordinate": "host the key-value store for in-step recovery",
+    },
 }
-"""Commands by heading, in the order that `boost --help` shows."""
+"""Commands and their summaries by heading, in the order of `boost --help`, which imports no command's file."""
 
-COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
+COMMANDS = {name: summary for commands in COMMAND_GROUPS.values() for name, summary in commands.items()}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -36,22 +57,19 @@ class CommandParser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, (), ())
         formatter.add_text(self.description)
-        (subparsers,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        summaries = {summary.dest: summary for summary in subparsers._get_subactions()}
-        options = [action for action in self._actions if action is not subparsers]
-        for heading, names in COMMAND_GROUPS.items():
+        for heading, commands in COMMAND_GROUPS.items():
             formatter.start_section(heading)
-            formatter.add_arguments([summaries[name] for name in names])
+            formatter.add_arguments([argparse.Action((), name, help=summary) for name, summary in commands.items()])
             formatter.end_section()
         formatter.start_section("options")
-        formatter.add_arguments(options)
+        formatter.add_arguments(action for action in self._actions if action.option_strings)
         formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser for all commands. Each command's file defines its arguments and help."""
+def build_parser(words: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Builds the parser for the commands among `words`. Each command's file defines its arguments and help."""
     parser = CommandParser(
         prog="boost",
         usage="boost COMMAND ...",
@@ -66,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", prog="boost", required=True, parser_class=argparse.ArgumentParser
     )
-    for name in COMMANDS:
+    for name in (name for name in COMMANDS if name in words):
         # plan_calibrate.py is the two-word command `plan calibrate`; import_.py avoids the keyword `import`.
         command = importlib.import_module(f"boost.cli.{name.replace(' ', '_')}{'_' * keyword.iskeyword(name)}")
         subparser = command.add_parser(subparsers)
@@ -89,24 +107,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     # All other words of `launch` are torchrun's or those of the command that it launches.
     launches = given[:1] == ["launch"] and not {"-h", "--help"} & {*given[1:2]}
     words, overrides = (given[:1], given[1:]) if launches else split_overrides(given)
-    parser = build_parser()
     if not given:
-        parser.print_help()
+        build_parser(()).print_help()
         return 0
     try:
         words = command_words(words)
     except ConfigError as error:
         print_error(str(error))
         return error.exit_code
-    return run_command(parser, words, overrides)
+    return run_command(build_parser(words), words, overrides)
 
 
 def command_words(words: list[str]) -> list[str]:
     """`words` with the command as one word, such as `plan calibrate`. Raises ConfigError if it is unknown."""
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
         advice = f"did you mean '{near[0]}'?" if near else "see boost --help"
-        raise ConfigError(f"unknown command '{words[0]}'; {advice}")
+        raise ConfigError(f"unknown command '{command}'; {advice}")
     two = " ".join(words[:2])
     return [two, *words[2:]] if len(words) > 1 and two in COMMANDS else words
 
@@ -118,6 +136,9 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list
     if not getattr(args, "takes_overrides", False) and overrides + unknown:
         text = " ".join(overrides + unknown)
         parser.error(printable(f"unrecognized arguments: {text} (see {parser.prog} {args.command} --help)"))
+
+    from boost.config.load import parse_overrides
+
     for flag in (word for word in unknown if word.startswith("--")):
         dict(parse_overrides([flag]))  # before its value is taken for another argument; every key has a dot
     args.overrides = unknown + overrides

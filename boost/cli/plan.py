@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "plan",
-        help="find the fastest layout, mesh and batch for your GPUs",
         usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
         "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      explain one configuration",
         description="Searches all valid configurations of a model on N GPUs for the fastest one that fits in memory, and\n"

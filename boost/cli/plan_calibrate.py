@@ -6,12 +6,12 @@ from typing import Any, get_args
 
 from boost.config.schema import DType
 from boost.errors import ConfigError
+from boost.machine import available_cores
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan calibrate",
-        help="measure this machine: GEMMs, attention, memory, collectives",
         description="Measures the speed of this machine (GEMM shapes, attention, memory-bound operations, and collectives\n"
         "between its processes) and writes a hardware profile for --gpu. Takes a minute or two. Keep the machine\n"
         "idle. First, all processes measure at the same time, as in training; then one measures alone.",
@@ -51,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
     from boost.measure.calibrate import calibrate_process
     from boost.train.launch import launch, under_torchrun
-    from boost.train.rundir import available_cores
 
     cuda = args.device != "cpu" and torch.cuda.is_available()
     nproc = args.nproc or min(torch.cuda.device_count() if cuda else available_cores(), 8)

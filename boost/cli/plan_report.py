@@ -15,7 +15,6 @@ from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, tags, validated
 from boost.config.recipes import TOKENS_PER_PARAMETER
-from boost.config.text import printable
 from boost.data.store import STORE_FILE, read_meta
 from boost.errors import ConfigError
 from boost.files import replace_text
@@ -29,6 +28,7 @@ from boost.plan.search import TIE, TIE_SECONDS, Plan, Search, max_peak, require_
 from boost.plan.step_time import PARTS, fit_probability, spread_of, unpublished
 from boost.plan.timing import Predictor, predict
 from boost.plan.ways import fewer_gpus, other_batches, way_out
+from boost.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

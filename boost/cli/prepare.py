@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.terminal import print_rows
-from boost.config.text import printable
 from boost.format import format_bytes
+from boost.text import printable
 
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareResult, Progress
@@ -48,7 +48,6 @@ held out. With --heldout-split or --heldout-from, that text is held out and all 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "prepare",
-        help="tokenize files, a Hugging Face dataset or a code corpus",
         description="Reads text, trains or loads a tokenizer, and writes a token store for 'boost train'.",
         epilog=EPILOG,
     )

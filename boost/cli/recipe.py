@@ -32,7 +32,6 @@ COLUMN = 14
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "recipe",
-        help="reproduce a published run, or shrink and heal a published model",
         usage="boost recipe [RECIPE] [--data PATH] [--weights PATH] [--steps N] [--yes] [--dry-run]\n"
         "                    [--section.key value ...]",
         description="Runs a published recipe from start to finish: prepares its data, trains its preset, evaluates the model\n"

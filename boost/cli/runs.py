@@ -13,7 +13,6 @@ from boost.cli.terminal import print_rows
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "runs",
-        help="list runs",
         description="Reads run directories, including those of runs in progress. Changes nothing.",
         epilog="examples:\n"
         "  boost runs list runs\n"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from boost.config.text import printable
+from boost.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,7 +16,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     faults = "\n".join(f"  {kind:<11} {what}" for kind, what in KINDS.items())
     parser = subparsers.add_parser(
         "train",
-        help="train a model",
         usage="boost train [CONFIG] [--resume auto|PATH] [--restart] [--start-from CHECKPOINT]\n"
         "                   [--distill-from CHECKPOINT] [--section.key value ...]",
         description="Trains a model. CONFIG is a TOML file or a preset name; flags after it override its keys.\n"

@@ -16,7 +16,6 @@ SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "verify",
-        help="check that training is correct and fast on these machines",
         usage="boost verify [CONFIG] [--nproc N] [--only SECTION ...] [--section.key value ...]",
         description="Checks what every run on these machines relies on, in a few minutes:\n"
         "  machines     devices, drivers, versions, network interfaces\n"

@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from boost.config import rules
 from boost.config.schema import Config, ModelConfig
 from boost.config.section import Tagged
-from boost.config.text import brief, brief_text, read_toml
 from boost.errors import ConfigError
+from boost.text import brief, brief_text, read_toml
 
 _PRESETS = resources.files("boost.config") / "presets"
 RANKS = "model.ranks"
@@ -101,6 +101,13 @@ def from_tree(tree: dict[str, Any]) -> Config:
     config = validated(tree)
     rules.check(config)
     return config
+
+
+def as_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+    """Returns a validated configuration from an object, a nested dict, a TOML file or a preset. Raises ConfigError."""
+    if isinstance(source, Config):
+        return source
+    return from_tree(dict(source)) if isinstance(source, Mapping) else load(str(source))
 
 
 def validated(tree: dict[str, Any]) -> Config:

@@ -98,7 +98,7 @@ def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.dev
     """Reads about `tokens` tokens of the training split, in evenly spaced windows, into batches of about `BATCH_TOKENS` tokens."""
     split = store.split("train")
     rows = max(BATCH_TOKENS // seq_len, 1)
-    windows = EvaluationBatches(split, seq_len, rows, max_tokens=tokens)
+    windows = EvaluationBatches(split, seq_len, rows, max_tokens=tokens, documents=False)
     return [Batch(*(torch.from_numpy(x).to(device) for x in (batch.tokens, batch.targets))) for batch in windows]
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from boost.config.architecture import parameter_count
-from boost.config.text import printable
 from boost.convert.formats import MODELING_FILE, Form, class_name, config_json, entries, form_of, model_type
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, merged_generation_config, template_files, tokenizer_files
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.paths import read_text
+from boost.text import printable
 from boost.train.checkpoint import HUB, Checkpoint, WeightReader
 from boost.train.progress import progress
 from boost.version import __version__

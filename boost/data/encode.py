@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 PIECE_CHARS = 1 << 16
 # Approximate number of characters in a batch of pieces, which the tokenizer distributes over the CPU cores.
 BATCH_CHARS = 1 << 20
-_CLEAN_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+# The newline stands before what is looked at behind it, because `re` skips to a literal.
+_LAST_CLEAN_LINE_END = re.compile(r".*\n(?<=\S\n)(?=\S)", re.DOTALL)
 
 
 def split_text(text: str, limit: int = PIECE_CHARS) -> Iterator[str]:
@@ -37,10 +38,8 @@ def split_text(text: str, limit: int = PIECE_CHARS) -> Iterator[str]:
 
 
 def _last_split(window: str, limit: int) -> int:
-    end = limit
-    while (end := window.rfind("\n", 0, end)) > 0:
-        if _CLEAN_LINE_END.match(window, end):
-            return end + 1
+    if match := _LAST_CLEAN_LINE_END.match(window):
+        return match.end()
     for position in range(limit, max(limit - 4096, 0), -1):
         if window[position].isspace() and not window[position - 1].isspace():
             return position

@@ -21,10 +21,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from boost.config.text import foreign_encoding
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 from boost.format import format_bytes, format_count
+from boost.text import foreign_encoding
 
 # Longer text is split into several documents, all of which are kept. A document of 1M characters is longer than any context
 # window, so the added boundaries barely affect training.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from boost.config.text import printable
+from boost.text import printable
 
 # Enough examples to find the problem, without keeping a string for each of ten million bad lines.
 MAX_EXAMPLES = 5

@@ -117,13 +117,21 @@ class Split:
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [length] from `start`, converted to int64. Raises IndexError if they are out of range, `DataError` if the
         file was truncated or contains an invalid token id (which on a GPU would only fail a device assertion)."""
-        self._check(start, length)
-        tokens = np.asarray(self.tokens[start : start + length], dtype=np.int64)
-        limit = self.vocab_size - 1 if self.largest_token is None else self.largest_token
-        if (largest := tokens.max(initial=0)) > limit:
-            what = f"{self.name}.tokens contains token id {largest} near position {start}, above the maximum of {limit}"
+        tokens = np.asarray(self.read(start, length), dtype=np.int64)
+        if (largest := tokens.max(initial=0)) > self.limit:
+            what = f"{self.name}.tokens contains token id {largest} near position {start}, above the maximum of {self.limit}"
             raise damaged(self.path, what)
         return tokens
+
+    def read(self, start: int, length: int) -> npt.NDArray[Any]:
+        """`window` in the dtype on disk, without the check of token ids, which is cheaper for many windows together (`limit`)."""
+        self._check(start, length)
+        return self.tokens[start : start + length]
+
+    @cached_property
+    def limit(self) -> int:
+        """Largest valid token id."""
+        return self.vocab_size - 1 if self.largest_token is None else self.largest_token
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int32]:
         """Document index of each of `length` positions from `start`, relative to the window's first document; int32 [length]."""

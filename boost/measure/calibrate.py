@@ -22,6 +22,7 @@ import torch
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.files import replace_text
+from boost.machine import cpu_model
 from boost.measure.speed import (
     Point,
     Stopwatch,
@@ -38,7 +39,7 @@ from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
 from boost.train.progress import progress
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
-from boost.train.rundir import cpu_model, storage_errors
+from boost.train.rundir import storage_errors
 
 PROCESSES = "together"
 ALONE = "alone"

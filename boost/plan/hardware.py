@@ -18,11 +18,11 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from boost.config.gpus import find_peak, gpu_peaks
 from boost.config.schema import Config, ParallelConfig, Positive, Section
-from boost.config.text import read_toml
 from boost.config.traffic import ITEMSIZE, Collective
 from boost.errors import ConfigError
 from boost.plan.datasheet import BASE, tree_of
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
+from boost.text import read_toml
 
 PROFILES = Path(__file__).parent / "profiles"
 """Folder with the built-in profiles, `<name>.toml`."""

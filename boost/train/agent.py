@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 
-from boost.config.text import LAUNCHED, print_error
 from boost.errors import TRY_AGAIN, BoostError, ConfigError, TrainingError
+from boost.text import LAUNCHED, print_error
 from boost.train.heartbeat import process_name
 from boost.train.signals import STOP_SIGNALS
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from boost import errors
-from boost.config.text import brief
 from boost.errors import BoostError, ConfigError, LostRunError
 from boost.parallel.mesh import Mesh
+from boost.text import brief
 
 
 class ProcessFailure(Exception):

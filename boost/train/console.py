@@ -11,8 +11,8 @@ from typing import Self, TextIO
 from rich.console import Console as RichConsole
 
 from boost.config.architecture import parameter_count
-from boost.config.text import printable
 from boost.format import format_bytes, format_count, format_duration, format_percent, format_rate
+from boost.text import printable
 from boost.train.hooks import EvalMetrics, EvaluationEnd, Hook, RunEvent, StepEnd, StepMetrics, Training, TrainStart
 from boost.train.progress import BAR_MIN_WIDTH, live_bars, make_bar
 

@@ -64,8 +64,8 @@ def evaluate(
     """
 
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:
-        rows = DocumentBatches if by_document else EvaluationBatches
-        batches = rows(part, seq_len, batch, mesh.dp.rank, mesh.dp.size, limit)
+        of_rank = part, seq_len, batch, mesh.dp.rank, mesh.dp.size, limit
+        batches = DocumentBatches(*of_rank) if by_document else EvaluationBatches(*of_rank, isolate)
         total = torch.zeros(2, dtype=torch.double, device=mesh.device)
         for index, whole in enumerate(progress(batches, label, enabled=mesh.is_main)):
             if index % STOP_CHECK_EVERY == 0 and stopped():

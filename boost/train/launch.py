@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from boost import errors
-from boost.config.text import printable_text
 from boost.errors import BoostError, ConfigError, TrainingError
+from boost.machine import available_cores
+from boost.text import printable_text
 from boost.train.failures import FailureReport, read_reports, root_cause
 from boost.train.heartbeat import process_name, read_beats
-from boost.train.rundir import available_cores
 from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interrupt, caught_signals, mute_closed_streams
 from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
-from boost.config.text import printable
 from boost.format import format_duration
+from boost.text import printable
 
 Item = TypeVar("Item")
 

@@ -14,12 +14,12 @@ from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.recipes import TOKENS_PER_PARAMETER
 from boost.config.schema import BF16_WEIGHTS_COST
-from boost.config.text import print_error, printable, printable_text
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
 from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, thread_limit
 from boost.format import format_count
 from boost.parallel.weights import require_torch
+from boost.text import print_error, printable, printable_text
 from boost.train.agreement import run_on_main
 from boost.train.best_effort import outliving_terminal
 from boost.train.checkpoint import checkpoint_path, fallback_folder, open_checkpoint

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from boost.config import Config, to_toml
 from boost.errors import CheckpointError, ConfigError, StorageError
 from boost.files import replace_text
+from boost.machine import available_cores, cpu_model
 from boost.paths import file_name, read_text
 from boost.version import __version__
 
@@ -273,23 +274,6 @@ def require_checkpoint_folder(path: str | Path) -> None:
     which takes several seconds."""
     if not (Path(path).exists() or Path(str(path).removesuffix(BEST)).exists()):
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
-
-
-def available_cores() -> int:
-    """Cores that this process may use. Containers and batch systems often allow fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def cpu_model() -> str:
-    """Name of the CPU, or its architecture if the system does not report a name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def replace_json(path: Path, values: dict[str, Any]) -> None:

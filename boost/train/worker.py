@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from boost.config.text import escape_output, printable_text
+from boost.text import escape_output, printable_text
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
 from boost.train.rendezvous import LAUNCH_DIR

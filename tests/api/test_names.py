@@ -62,3 +62,11 @@ def test_every_public_name_exists_and_is_documented() -> None:
 def test_it_imports_no_torch() -> None:
     code = "import sys, boost; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_configuration_of_a_trainer_needs_no_torch() -> None:
+    code = "import sys, boost; boost.Hook, boost.Stopped\ntry: boost.Trainer('dmo')\n"
+    code += "except boost.BoostError as error: print(error, file=sys.stderr)\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "did you mean 'demo'?" in done.stderr, done.stderr

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,17 @@ def test_boost_alone_prints_the_commands_in_groups(capsys: Capture, monkeypatch:
     with pytest.raises(SystemExit):
         main(["--help"])
     assert capsys.readouterr().out == text
+
+
+@pytest.mark.slow
+def test_help_imports_no_command() -> None:
+    code = (
+        "import sys; from boost.cli.main import main; main([]);"
+        "assert {m for m in sys.modules if m.startswith('boost.cli.')} == {'boost.cli.main'};"
+        "assert not {'pydantic', 'numpy', 'rich', 'torch'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_more_threads_than_cores(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +102,7 @@ def test_overrides_are_taken_from_anywhere() -> None:
         (["plan", "--fp8", "true"], "unknown option '--fp8'"),
         (["trian", "demo"], "unknown command 'trian'; did you mean 'train'?"),
         (["xyz"], "unknown command 'xyz'; see boost --help"),
+        (["--debug", "trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["inspect", "demo", "--svg", "x.txt"], "'x.txt' is not a valid picture file name; use one that ends with .svg"),
         (["plan", "demo", "--gpu", "h100", "--gpus", "8", "--model", "30b"], "--model applies only to a search, but explaining"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import Batch, Batches, DocumentBatches, EvaluationBatches, PackedWindows, shuffled_order
+from boost.data.batches import Batch, Batches, DocumentBatches, EvaluationBatches, PackedWindows, ShuffledOrder
 from boost.data.mixture import MixedSplit
 from boost.data.store import Spans, Split, boundaries_of
 from boost.errors import ConfigError, DataError
@@ -28,14 +28,14 @@ def make_split(n_tokens, document=5):
 @settings(deadline=None, max_examples=8)
 @given(st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_every_epoch_holds_every_sample_once(n, seed):
-    order = shuffled_order(n, seed)
+    order = ShuffledOrder(n, seed)
     for epoch in range(3):
         assert sorted(order[epoch * n + i] for i in range(n)) == list(range(n))
 
 
 def test_epochs_and_seeds_differ():
     n = 500
-    a, b = shuffled_order(n, 1), shuffled_order(n, 2)
+    a, b = ShuffledOrder(n, 1), ShuffledOrder(n, 2)
     first, second, other = [a[i] for i in range(n)], [a[n + i] for i in range(n)], [b[i] for i in range(n)]
     for one, two in ((first, second), (first, other), (first, list(range(n)))):
         # Two independent permutations agree in about one place.
@@ -44,13 +44,13 @@ def test_epochs_and_seeds_differ():
 
 def test_order_holds_no_index_array():
     # Two billion samples: an array of them would take 16 GB, and a list of their shuffles minutes.
-    order = shuffled_order(2**31, 0)
+    order = ShuffledOrder(2**31, 0)
     assert all(0 <= order[i] < 2**31 for i in (0, 10**9, 2**31, 5 * 2**31 + 3))
 
 
 def test_order_does_not_change_between_releases():
     # A change here would make every run resume onto other data.
-    order = shuffled_order(10, 7)
+    order = ShuffledOrder(10, 7)
     assert [order[i] for i in range(20)] == [7, 9, 0, 8, 4, 2, 5, 6, 3, 1, 6, 0, 4, 2, 7, 9, 1, 5, 8, 3]
 
 
@@ -170,6 +170,27 @@ def test_padding_belongs_to_no_document_of_the_text():
     assert batch.document_ids[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
 
 
+def test_evaluation_that_isolates_no_documents_does_not_read_them():
+    split = make_split(41)
+    unread = dataclasses.replace(split, documents=None)
+    batches = EvaluationBatches(unread, 10, 2, documents=False)
+    for batch, whole in zip(batches, EvaluationBatches(split, 10, 2), strict=True):
+        np.testing.assert_array_equal(batch.tokens, whole.tokens)
+        np.testing.assert_array_equal(batch.targets, whole.targets)
+        assert not batch.document_ids.any()
+
+
+def test_a_batch_names_a_token_beyond_the_vocabulary_of_its_store():
+    batches = Batches(mixed(41, 41), 10, 1, 0, documents=False)
+    object.__setattr__(batches.splits[0], "largest_token", 20)  # below the tokens of the other store, too
+    batches.samples([0, 1, *range(4, 8)])
+    for sample, row in ((2, 20), (3, 30)):
+        with pytest.raises(
+            DataError, match=rf"STORE0: train.tokens contains token id .. near position {row}, above .* 20"
+        ):
+            batches.samples([0, sample, 4])
+
+
 def test_evaluation_of_windows_spread_over_the_split():
     split = make_split(101)
     parts = list(EvaluationBatches(split, 10, 2, max_tokens=35))
@@ -186,7 +207,7 @@ def test_evaluation_of_a_single_token_is_refused_at_the_call():
 @pytest.mark.slow
 def test_importing_grain_says_nothing_and_hides_nothing():
     code = (
-        "from boost.data.batches import shuffled_order; shuffled_order(3, 0)\n"
+        "from boost.data.batches import ShuffledOrder; ShuffledOrder(3, 0)\n"
         "from absl import logging; logging.warning('kept')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

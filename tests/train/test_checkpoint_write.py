@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from boost.config import Config
-from boost.errors import StorageError, TrainingError
+from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
-from boost.train.checkpoint import Position, SavedCheckpoint, write
-from boost.train.checkpoint.reshard import _assign
+from boost.train.checkpoint import Position, SavedCheckpoint, commit, write
+from boost.train.checkpoint.reshard import LocalSlice, _assign
 from boost.train.checkpoint.write import HostBuffer, Snapshot, write_snapshot
 from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd
 from boost.train.loop import Trainer
@@ -78,6 +79,37 @@ def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, parallel
     for name in ("step-00000001", "step-00000002"):
         assert files_of(tmp_path / "background" / name) == files_of(tmp_path / "here" / name)
         assert load(tmp_path / "background" / name, toy.single(config))[1].step == int(name[-1])
+
+
+def test_chunks_are_hashed_as_they_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that end within a chunk, fill several, are empty or not contiguous."""
+    monkeypatch.setattr(write, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(commit, "CHUNK_BYTES", 64)
+    tensors = [torch.arange(12.0).view(3, 4).T, torch.randn(0), torch.randn(100), torch.arange(3, dtype=torch.uint8)]
+    slices = [LocalSlice(str(i), x, tuple(x.shape), (0,) * x.dim()) for i, x in enumerate(tensors)]
+    with (tmp_path / "x").open("wb") as stream:
+        entry = write._write_tensors(stream, slices, {})
+    assert (
+        entry == commit.entry_of(tmp_path / "x") == commit.write_synced(tmp_path / "y", (tmp_path / "x").read_bytes())
+    )
+    with safe_open(tmp_path / "x", framework="pt") as file:
+        assert all(torch.equal(file.get_tensor(str(i)), x) for i, x in enumerate(tensors))
+    for position in (0, 50, 99):
+        tensors[2][position] = torch.inf
+        with (tmp_path / "x").open("wb") as stream, pytest.raises(NonFiniteError, match="2 holds a value"):
+            write._write_tensors(stream, slices, {})
+        tensors[2][position] = 0.0
+
+
+def test_a_save_needs_no_second_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Trained(mesh_config(1), 1)
+    usual = save_at(tmp_path / "usual", trained, 1)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert files_of(save_at(tmp_path / "alone", trained, 1)) == files_of(usual)
 
 
 class Recorder(Hook):

@@ -68,7 +68,7 @@ def before(patch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[]
     patch.setattr(owner, name, wrapped)
 
 
-@pytest.fixture(params=["verify_checkpoint", "dcp.load"])
+@pytest.fixture(params=["verifying", "dcp.load"])
 def rotated(request: pytest.FixtureRequest, live: LiveRun, monkeypatch: pytest.MonkeyPatch) -> LiveRun:
     """It rotates before the digests are checked, or before a tensor is read: torch's exception for that is no `Exception`."""
     *owner, name = request.param.split(".")
@@ -144,7 +144,7 @@ def _read_together(trained: Path, tmp_path: Path) -> None:
             live.rotate()
         names = [live.run] * 2
         torch.distributed.all_gather_object(names, live.run)
-        before(patch, load, "verify_checkpoint", live.rotate)
+        before(patch, load, "verifying", live.rotate)
 
         def read(checkpoint: ckpt.Checkpoint) -> Path:
             ckpt.load_weights(checkpoint, model, mesh)

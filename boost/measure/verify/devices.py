@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from boost.format import format_bytes
+from boost.machine import cpu_model
 from boost.measure.verify.report import Found, Verifier
 from boost.train.hardware import total_memory
-from boost.train.rundir import cpu_model, git_state
+from boost.train.rundir import git_state
 from boost.version import __version__
 
 FREE = 0.9

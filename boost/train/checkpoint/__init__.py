@@ -4,7 +4,7 @@
         state.json                 step, data position, optimizer updates, mesh, configuration, versions
         tokenizer.json             tokenizer, so that the weights can be used without the token store
         tensors/shard-*.safetensors  each process's slices of the weights, moments and RNG states
-        manifest.json              size and BLAKE2 digest of each file above; written last
+        manifest.json              size and SHA-256 digest of each file above; written last
 
 Tensors are saved with the names and global shapes of the model's parameters, independent of fusing and sharding, so a checkpoint
 can be loaded on any mesh and with any layout. Everything is written to `.step-....tmp`, synced to disk, and renamed at the end,

@@ -3,14 +3,15 @@
 1. `find_checkpoint` resolves the user's path to a folder.
 2. `open_checkpoint` reads state.json and checks its digest, position, configuration and data before anything is allocated.
    `read_checkpoint` also reads the tensors, and starts again if a live run has removed the checkpoint meanwhile.
-3. `load_weights` and `load_training_state` check that the model fits (`require_fits`), that files are intact, and that
-   tensors are complete (verify.py). Only then does each process load the slices that it holds (reshard.py).
+3. `load_weights` and `load_training_state` check that the model fits (`require_fits`) and that tensors are complete (verify.py).
+   Then each process loads the slices that it holds (reshard.py), while another thread compares the files with their digests.
 
 `WeightReader` reads whole parameters without a model, for conversion to other formats.
 """
 
 import contextlib
 import functools
+import hashlib
 import logging
 import os
 import time
@@ -44,7 +45,6 @@ from boost.train.checkpoint.commit import (
     TOKENIZER_FILE,
     checkpoint_path,
     complete_checkpoints,
-    new_digest,
     read_best,
     step_folders,
     step_of,
@@ -59,8 +59,8 @@ from boost.train.checkpoint.verify import (
     first_problem,
     read_json,
     read_manifest,
-    verify_checkpoint,
     verify_file,
+    verifying,
 )
 from boost.train.model import Model
 from boost.train.rundir import BEST
@@ -250,7 +250,7 @@ def open_on_all(path: Path, mesh: Mesh, check: Callable[[Checkpoint], object] = 
             except (DamagedCheckpointError, OSError) as error:
                 return "", str(error)
             check(found[0])
-            return new_digest(found[0].manifest.model_dump_json().encode()).hexdigest(), ""
+            return hashlib.sha256(found[0].manifest.model_dump_json().encode()).hexdigest(), ""
 
         seen = run_on_all(mesh, look, BoostError)
         digests = {digest for digest, _ in seen}
@@ -280,14 +280,16 @@ def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
 
 
 def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
-    """Loads weights into a model on any mesh, with any layout and dtype. Raises CheckpointError."""
+    """Loads weights into a model on any mesh, with any layout and dtype. Raises CheckpointError; the weights may then be
+    anything."""
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
-    shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
-    _read_into(named_slices(model, mesh), checkpoint.path, shards, mesh)
+    with verifying(checkpoint.path, checkpoint.config.model, mesh) as shards:
+        _read_into(named_slices(model, mesh), checkpoint.path, shards, mesh)
 
 
 def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, mesh: Mesh) -> Position:
-    """Loads weights, optimizer state and RNG states; returns the position to resume from. Raises CheckpointError."""
+    """Loads weights, optimizer state and RNG states; returns the position to resume from. Raises CheckpointError; the weights and
+    the optimizer state may then be anything."""
     saved_by = checkpoint.config.optim.name
     if saved_by != optimizer.name:
         raise CheckpointError(
@@ -295,11 +297,11 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
             f"resume with optim.name = '{saved_by}', or choose another run.dir"
         )
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
-    shards = verify_checkpoint(checkpoint.path, checkpoint.config.model, mesh)
-    # A process that did not exist in the saved mesh keeps the RNG state that follows from its own seed.
-    states = {key: value for key, value in random_states(mesh).items() if key in shards}
-    for part in optimizer.parts():
-        _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
+    with verifying(checkpoint.path, checkpoint.config.model, mesh) as shards:
+        # A process that did not exist in the saved mesh keeps the RNG state that follows from its own seed.
+        states = {key: value for key, value in random_states(mesh).items() if key in shards}
+        for part in optimizer.parts():
+            _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
     restore_random_states(states)
     optimizer.updates = checkpoint.updates
     return checkpoint.position
@@ -322,6 +324,8 @@ def _read_into(wanted: dict[str, Tensor], path: Path, shards: Shards, mesh: Mesh
 
 def _load(wanted: dict[str, Tensor], reader: "ShardReader", alone: bool) -> None:
     """Reads tensors. Raises CheckpointError, on all processes; torch's own exception is no `Exception`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # it copies at the memory's speed; more threads would wait for a core that hashes
     try:
         with quiet():
             dcp.load(wanted, storage_reader=reader, no_dist=alone)
@@ -331,6 +335,8 @@ def _load(wanted: dict[str, Tensor], reader: "ShardReader", alone: bool) -> None
             if not isinstance(cause, Exception):  # it also catches KeyboardInterrupt
                 raise cause from None
         raise DamagedCheckpointError(f"'{reader.folder}' cannot be read: {root_cause(error)}") from error
+    finally:
+        torch.set_num_threads(threads)
 
 
 class WeightReader:
@@ -341,9 +347,9 @@ class WeightReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._path = checkpoint.path
-        shards = verify_checkpoint(self._path, checkpoint.config.model, Mesh(torch.device("cpu")))
-        self._reader = ShardReader(self._path, shards)
-        self._tensors = self._reader.read_metadata().state_dict_metadata
+        with verifying(self._path, checkpoint.config.model, Mesh(torch.device("cpu"))) as shards:
+            self._reader = ShardReader(self._path, shards)
+            self._tensors = self._reader.read_metadata().state_dict_metadata
 
     def names(self) -> list[str]:
         """Names of all parameters, sorted."""

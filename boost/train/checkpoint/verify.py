@@ -10,10 +10,12 @@
 paths, and nothing is unpickled.
 """
 
+import contextlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -33,10 +35,10 @@ from pydantic import (
 
 from boost.config.architecture import parameters
 from boost.config.schema import ModelConfig
-from boost.config.text import brief_text
 from boost.errors import DamagedCheckpointError
 from boost.parallel.mesh import Mesh
 from boost.paths import file_name, read_text
+from boost.text import brief_text
 from boost.train.agreement import run_on_all
 from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, FileEntry, entry_of
 from boost.version import __version__
@@ -58,17 +60,36 @@ Index = Annotated[int, Field(ge=0, lt=2**62)]
 
 def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
     """Validates the structure of a checkpoint for `model` and compares every file with its manifest. Files are
-    distributed over the processes. Returns the shards of all tensors.
+    distributed over the processes. Returns the shards of all tensors. Collective.
 
     Raises DamagedCheckpointError on every process, naming a damaged file.
     """
+    with verifying(path, model, mesh) as shards:
+        return shards
 
-    def verify_files() -> Shards:
+
+@contextlib.contextmanager
+def verifying(path: Path, model: ModelConfig, mesh: Mesh) -> "Iterator[Shards]":
+    """`verify_checkpoint` for a caller that reads the tensors meanwhile. Yields their shards once the structure is valid, and
+    compares the files in a second thread. Raises DamagedCheckpointError at the end, after which nothing that was read may be used.
+    """
+    comparisons = list[Future[None]]()
+
+    def begin() -> Shards:
+        manifest = read_manifest(path)
+        own = sorted(manifest.root)[mesh.rank :: mesh.size]
+        for name in own:
+            check_size(path, name, manifest)
+        comparisons.extend(thread.submit(verify_file, path, name, manifest) for name in own)
+        return read_structure(path, manifest, model)
+
+    def end() -> None:
+        for comparison in comparisons:
+            comparison.result()
+
+    def located(action: Callable[[], Any]) -> Any:
         try:
-            manifest = read_manifest(path)
-            for name in sorted(manifest.root)[mesh.rank :: mesh.size]:
-                verify_file(path, name, manifest)
-            return read_structure(path, manifest, model)
+            return action()
         except (DamagedCheckpointError, OSError) as error:
             problem = (
                 f"'{error.filename}' cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -76,7 +97,12 @@ def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
             where = f" (found by process {mesh.rank})" if mesh.size > 1 else ""
             raise DamagedCheckpointError(f"{problem}{where}") from None
 
-    return run_on_all(mesh, verify_files, DamagedCheckpointError)[mesh.rank]
+    thread = ThreadPoolExecutor(1, "verify")
+    try:
+        yield run_on_all(mesh, lambda: located(begin), DamagedCheckpointError)[mesh.rank]
+        run_on_all(mesh, lambda: located(end), DamagedCheckpointError)
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 # The manifest.
@@ -116,7 +142,7 @@ def verify_file(path: Path, name: str, manifest: Manifest) -> None:
         actual = entry_of(path / name)
     except OSError as error:
         raise _unreadable(path / name, error) from None
-    if actual.blake2b != manifest.root[name].blake2b:
+    if actual.sha256 != manifest.root[name].sha256:
         raise DamagedCheckpointError(f"'{path}' is damaged: {name} has changed")
 
 

@@ -15,6 +15,8 @@ A run whose last save fails loses its weights, so this save is retried and falls
 
 import dataclasses
 import datetime
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -37,14 +39,16 @@ from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
 from boost.train.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
+    CHUNK_BYTES,
     STATE_FILE,
     TENSORS,
     TOKENIZER_FILE,
     FileEntry,
     checkpoint_path,
     entry_of,
+    file_digest,
+    hash_threads,
     make_temporary,
-    new_digest,
     publish,
     remove,
     sync,
@@ -57,8 +61,6 @@ from boost.train.model import Model
 
 log = logging.getLogger("boost")
 
-CHUNK_BYTES = 1 << 20
-"""Bytes checked, written and hashed at a time. They fit in a core's cache; writing and hashing release the GIL."""
 _DTYPES = {
     torch.float64: ("F64", np.float64),
     torch.float32: ("F32", np.float32),
@@ -363,23 +365,61 @@ def _write_shard(
 
 
 def _write_tensors(stream: BinaryIO, slices: list[LocalSlice], place: Mapping[str, str]) -> FileEntry:
-    """Writes and syncs a safetensors file, with the offsets of shards in the metadata that torch.distributed.checkpoint expects."""
-    digest, written = new_digest(), 0
-    for tensor in (None, *slices):
-        if tensor is None:
-            data = np.frombuffer(_header(slices, place), dtype=np.uint8)
-        else:  # no copy if it is contiguous and in host memory
-            data = tensor.local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        for begin in range(0, data.size, CHUNK_BYTES):
-            chunk = data[begin : begin + CHUNK_BYTES]
-            if tensor and not _finite(chunk, tensor.local.dtype):
-                raise NonFiniteError(f"{tensor.name} holds a value that is not finite")
-            stream.write(chunk.data)
-            digest.update(chunk.data)
-        written += data.size
-    stream.flush()
-    os.fsync(stream.fileno())
-    return FileEntry(bytes=written, blake2b=digest.hexdigest())
+    """Writes and syncs a safetensors file, with the offsets of shards in the metadata that torch.distributed.checkpoint expects.
+    Other threads check and hash its chunks meanwhile."""
+    digests = list[Callable[[], bytes]]()
+
+    def pieces() -> Iterator[Piece]:
+        yield np.frombuffer(header, dtype=np.uint8), None
+        stream.write(header)
+        for tensor in slices:
+            host = tensor.local.cpu().contiguous()
+            data = host.reshape(-1).view(torch.uint8).numpy()
+            yield data, tensor
+            stream.write(data.data)
+            if host.data_ptr() != tensor.local.data_ptr():  # holds few copies in memory at a time
+                for digest in digests[-1:]:
+                    digest()
+
+    header = _header(slices, place)
+    with hash_threads() as threads:
+        for chunk in _chunks(pieces()):
+            try:
+                digests.append(threads.submit(_check_and_hash, chunk).result)
+            except RuntimeError:  # the system allows no more threads
+                digests.append(functools.partial(bytes, _check_and_hash(chunk)))
+        stream.flush()
+        os.fsync(stream.fileno())
+        return FileEntry(bytes=stream.tell(), sha256=file_digest(digest() for digest in digests))
+
+
+Piece = tuple[npt.NDArray[np.uint8], LocalSlice | None]
+"""Bytes of a file, and the tensor that they belong to."""
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Divides consecutive pieces of a file into its chunks."""
+    chunk, room = list[Piece](), CHUNK_BYTES
+    for data, tensor in pieces:
+        begin = 0
+        while begin < data.size:
+            part = data[begin : begin + room]
+            chunk.append((part, tensor))
+            begin, room = begin + part.size, room - part.size
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK_BYTES
+    if chunk:
+        yield chunk
+
+
+def _check_and_hash(chunk: list[Piece]) -> bytes:
+    digest = hashlib.sha256()
+    for data, tensor in chunk:
+        if tensor and not _finite(data, tensor.local.dtype):
+            raise NonFiniteError(f"{tensor.name} holds a value that is not finite")
+        digest.update(data.data)
+    return digest.digest()
 
 
 def _header(slices: list[LocalSlice], place: Mapping[str, str]) -> bytes:

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from boost.config import Config, load
-from boost.config.text import brief, escape_output, printable
 from boost.errors import BoostError, ConfigError
+from boost.text import brief, escape_output, printable
 
 DEEP = 100_000
 FILES: dict[str, tuple[bytes, str]] = {
