@@ -18,6 +18,7 @@ from boost.config.traffic import ITEMSIZE, bucket_lengths
 from boost.plan import replicas
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
 from boost.plan.optimizer import state_bytes, work_bytes
+from boost.plan.structure import StoredTensor, stored_tensors
 from boost.plan.trace import TracedPass, alike, pass_of_block, trace_embedding, trace_loss
 
 
@@ -57,20 +58,20 @@ def memory(config: Config, pp_rank: int = 0) -> Memory:
         saved[LATENTS] += sum(prev_latents_saved(config, layer))
     if stages[-1].has_head:
         saved.update(trace_loss(config).by_category)
-    stored = [tensor for stage in stages for tensor in replicas.stored_tensors(config.model, config.parallel, stage)]
+    stored = stored_tensors(config, stages)
     saved[COPIES] += copies_bytes(config, stored)
     states = states_of(config, stored, stages)
     return Memory(states | {OPTIMIZER: int(states[OPTIMIZER] * share)}, saved)
 
 
-def states_of(config: Config, stored: Sequence[replicas.StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
+def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
     """Bytes of STATES for this process's shards of the stored tensors in these stages."""
     weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
     copies = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
     return {WEIGHTS: weights, GRADIENTS: copies * weights, OPTIMIZER: state_bytes(config, stored, stages)}
 
 
-def copies_bytes(config: Config, stored: Sequence[replicas.StoredTensor]) -> int:
+def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
     """Bytes in the working copies of these stored tensors."""
     if not config.has_working_copies:
         return 0
@@ -216,9 +217,7 @@ class _Storage:
     """Storage on one process that does not depend on micro-batches or recomputation."""
 
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
-        self.tensors = {
-            stage.index: list(replicas.stored_tensors(config.model, config.parallel, stage)) for stage in stages
-        }
+        self.tensors = {stage.index: stored_tensors(config, [stage]) for stage in stages}
         """Stored tensors by stage index."""
         self.size = ITEMSIZE[config.train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.tensors.values()]

@@ -33,8 +33,9 @@ from boost.plan.candidates import (
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.memory import PeakMemory, peak
 from boost.plan.step_time import StepTime
+from boost.plan.structure import traced
 from boost.plan.timing import Predictor
-from boost.plan.trace import trace_block, trace_loss, traced_values
+from boost.plan.trace import trace_block, trace_loss
 
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 """Keys of the mesh sizes; their product is the number of processes."""
@@ -246,7 +247,7 @@ class Search:
         """Adds the nodes for one structure, one per micro-batch size."""
         for micro_batch in micro_batches(self.request, parallel.dp):
             # Whether a TP group is legal does not depend on the rest of the mesh.
-            key = *traced_values(parallel, "parallel"), micro_batch
+            key = traced(parallel), micro_batch
             if key not in self._tp_legal:
                 self._tp_legal[key] = legal(self._one_tp_group(parallel, micro_batch))
             if not self._tp_legal[key]:
@@ -302,7 +303,7 @@ class Search:
 
     def _may_fit(self, parallel: ParallelConfig, micro_batch: int) -> bool:
         """Whether a block and the loss fit without any training state. If not, no configuration fits."""
-        key = traced_values(parallel, "parallel")
+        key = traced(parallel)
         fits_up_to, too_large = self._limits.get(key, (0, math.inf))
         if fits_up_to < micro_batch < too_large:
             if self._floor(parallel, micro_batch) <= self.usable:
@@ -333,7 +334,7 @@ class Search:
 
 def _mesh(parallel: ParallelConfig) -> tuple[Any, ...]:
     """Key that structures share if they differ only in the pipeline schedule."""
-    return *traced_values(parallel, "parallel"), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
+    return traced(parallel), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
 
 
 def _memory_rank(config: Config) -> tuple[Any, ...]:

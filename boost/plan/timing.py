@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from boost.config.architecture import first_alike, flops_per_token, groups, has_latent_gate
-from boost.config.factors import FactorShape, factor_shape, work_dtype
+from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
+from boost.config.factors import FactorShape, work_dtype
 from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages
 from boost.config.traffic import ITEMSIZE, Collective
-from boost.layouts import placement_of
 from boost.plan import step_time
 from boost.plan.collectives import stage_sends
 from boost.plan.hardware import Hardware, Speeds, collective_seconds, span
 from boost.plan.optimizer import iterations, optimizer_collectives
-from boost.plan.replicas import StoredTensor, gathers, gradient_collectives, stored_tensors
+from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step_time import PassTime, Seconds, StepTime
+from boost.plan.structure import StoredTensor, factor_tensors, stored_tensors, traced
 from boost.plan.tape import Operation, work_of
-from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss, traced_values
+from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
 
 PART_OF = {GEMM: step_time.GEMMS, ATTENTION: step_time.ATTENTION_TIME, ATTENTION_BACKWARD: step_time.ATTENTION_TIME}
@@ -72,12 +72,12 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     For weights with working copies, this includes the casts of weights and gradients, which otherwise belong to a micro-batch.
     """
     model, parallel, train = config.model, config.parallel, config.train
-    stored: Counter[StoredTensor] = Counter()
+    stored = Counter[StoredTensor]()
     for stage in stages:
         for layer, count in kinds_of_blocks(model, stage.numbers).items():
-            for tensor in stored_tensors(model, parallel, Stage(1, 3, layer, 1)):
+            for tensor in stored_tensors(config, [Stage(1, 3, layer, 1)]):
                 stored[tensor] += count
-        stored.update(stored_tensors(model, parallel, Stage(stage.index, stage.count)))
+        stored.update(stored_tensors(config, [Stage(stage.index, stage.count)]))
     total: Counted = Counter()
     dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
@@ -110,21 +110,20 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`boost.optim.muon`), in fp32 or higher
     precision. Processes with the same weights divide the iterations, and the Gram matrices that need no sum over TP."""
-    model, parallel, optim = config.model, config.parallel, config.optim
+    parallel, optim = config.parallel, config.optim
     assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
 
     def add(work: Work, times: int) -> None:
         total[replace(work, phase="step", place="optimizer")] += times
 
-    for layer, count in kinds_of_blocks(model, (layer for stage in stages for layer in stage.numbers)).items():
-        for group in groups(model, layer):
-            for parameter in (*group.parameters("", "A"), *group.parameters("", "B")):
-                shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
-                n, r = shape.rows, shape.rank
-                add(gemm(r, r, n, dtype), count * _is_summed(shape, parallel))
-                add(gemm(n, r, r, dtype), count)
-                add(moved(STREAM, n * r, 8, dtype), count)
+    units = factor_tensors(config, stages)
+    shapes = Counter(pair[side] for unit in units for side in (0, 1) for pair in unit.pairs)
+    for shape, count in shapes.items():
+        n, r = shape.rows, shape.rank
+        add(gemm(r, r, n, dtype), count * _is_summed(shape, parallel))
+        add(gemm(n, r, r, dtype), count)
+        add(moved(STREAM, n * r, 8, dtype), count)
     for shape, count in iterations(config, stages).items():
         n, r = shape.rows, shape.rank
         add(gemm(r, r, n, dtype), count * (not _is_summed(shape, parallel)))
@@ -412,7 +411,7 @@ class Predictor:
         places: tuple[Any, ...] = *(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node)
         if (per_site := self.hardware.per_site) is not None:
             places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
-        shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places)
+        shared = (traced(p), traced(train), places)
         return self._lookup(config, (shared, key), function, arguments)
 
     def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:

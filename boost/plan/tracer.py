@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from boost.config.schema import Config
+from boost.config.schema import Config, ModelConfig, ParallelConfig
+from boost.config.stages import Stage
 from boost.config.traffic import chunk_tokens
 from boost.layouts import spec_of
 from boost.layouts.runtime import layout_for
 from boost.models import documents, kernels
 from boost.models.attention import Context
+from boost.models.block import TransformerBlock
+from boost.models.decoder import Decoder
 from boost.models.fused import FusedModule
-from boost.models.group import Flow, Latents
+from boost.models.group import NO_RECOMPUTE, Flow, Latents
 from boost.models.interface import Layout
 from boost.models.kernels import Kernel, RMSNorm
 from boost.parallel import loss
@@ -25,6 +28,7 @@ from boost.parallel.mesh import Axis, Mesh
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records
+from boost.plan.structure import MAX_CACHED, traced
 from boost.plan.tape import GraphNode, Tape
 from boost.plan.work import REDUCE, SILU, SILU_BACKWARD, STREAM
 
@@ -38,6 +42,27 @@ class _Group:
 
 def _axis(name: str, size: int) -> Axis:
     return Axis(0, size, _Group(f"{name} {size}") if size > 1 else None)  # type: ignore[arg-type]
+
+
+# The modules of a model under a layout, built by the runtime's code on the meta device. `parallel` is `traced`.
+
+
+@functools.lru_cache(MAX_CACHED)
+def _layout_of(model: ModelConfig, parallel: ParallelConfig) -> Layout:
+    axes = {"cp": _axis("cp", parallel.cp), "tp": _axis("tp", parallel.tp)}
+    return layout_for(model, parallel, Mesh(torch.device("meta"), axes))
+
+
+@functools.lru_cache(MAX_CACHED)
+def _block_of(model: ModelConfig, parallel: ParallelConfig, layer: int) -> TransformerBlock:
+    with torch.device("meta"):
+        return TransformerBlock(model, layer, _layout_of(model, parallel), NO_RECOMPUTE, 0)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _ends_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(model, _layout_of(model, parallel), stage=stage)
 
 
 class Tracer:
@@ -58,8 +83,7 @@ class Tracer:
         """Tokens in one part."""
         model = config.model
         self.tape = Tape(self.tokens, max(model.dim, model.heads_dim, model.ffn_dim, model.vocab_size // p), p)
-        axes = {"cp": _axis("cp", self.parallel.cp), "tp": _axis("tp", p)}
-        self.layout = layout_for(model, config.parallel, Mesh(self.device, axes))
+        self.layout = _layout_of(model, traced(config.parallel))
 
     def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
         self.tape.scope = category
@@ -73,7 +97,19 @@ class Tracer:
         made.node = GraphNode(-1, (), 1, None, "")
         return made
 
-    def attach_weights(self, module: FusedModule) -> None:
+    def block(self, layer: int) -> TransformerBlock:
+        """Block `layer`, with weights for this trace."""
+        block = _block_of(self.model, traced(self.parallel), layer)
+        self._attach_weights(block)
+        return block
+
+    def ends(self, stage: Stage) -> Decoder:
+        """The parts of a stage other than its blocks, with weights for this trace."""
+        ends = _ends_of(self.model, traced(self.parallel), stage)
+        self._attach_weights(ends)
+        return ends
+
+    def _attach_weights(self, module: FusedModule) -> None:
         """Replaces the weights of a module and its children with shape tensors."""
         for part in module.modules():
             if isinstance(part, FusedModule):
