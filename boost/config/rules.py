@@ -186,6 +186,10 @@ def _sharding_problems(config: Config) -> Iterator[str]:
         )
 
 
+MOST_GATHERED = 3
+"""Largest number of stages per process whose weights stay gathered."""
+
+
 def _pipeline_problems(config: Config) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.layers
     if parallel.pp == 1 and parallel.virtual > 1:
@@ -215,7 +219,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"parallel.split = {split} must have {parallel.stages} numbers (parallel.pp x virtual) that sum to "
             f"model.layers = {layers}; remove it for a balanced split"
         )
-    if config.shards_weights and parallel.virtual > 3:
+    if config.shards_weights and parallel.virtual > MOST_GATHERED:
         yield (
             f"parallel.virtual = {parallel.virtual} is too large with parallel.shard = '{parallel.shard}', because torch's "
             "schedules keep the gathered weights of at most three stages and re-gather all others; largest valid value: 3"

@@ -6,7 +6,7 @@ Legend: T tokens per micro-batch in a TP group, p TP processes; d hidden size, f
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from boost.config import architecture
@@ -176,7 +176,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
 
 def _aggregated(collectives: Sequence[Collective], times: int = 1) -> list[CollectiveRow]:
     """Aggregates collectives that differ only in their block; each counts `times` times."""
-    counts = Counter(replace(collective, layer=None) for collective in collectives)
+    counts = Counter(collective._replace(layer=None) for collective in collectives)
     return [CollectiveRow(collective, count * times) for collective, count in counts.items()]
 
 

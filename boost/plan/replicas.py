@@ -4,16 +4,17 @@ With `parallel.shard`, each replica stores an equal number of consecutive rows o
 last replicas store fewer. All numbers are for the first replica, which stores the most.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
-from boost.config.schema import Config, ParallelConfig
+from boost.config.schema import Config
 from boost.config.stages import Stage
 from boost.config.storage import SUM_AXES
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
 from boost.plan.categories import GATHERED, WORK
-from boost.plan.structure import StoredTensor, processes_on, stored_tensors
+from boost.plan.structure import MAX_CACHED, StoredTensor, held_tensors, processes_on, stored_tensors
 
 
 def with_whole_weights(config: Config) -> Config:
@@ -38,26 +39,46 @@ def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     return result
 
 
-def reduced_gradients(
-    parallel: ParallelConfig, stored: Sequence[StoredTensor]
-) -> Iterator[tuple[list[StoredTensor], int, str]]:
-    """Yields (tensors, processes, axis) for the gradients that are all-reduced in buckets, from the last tensor to the first."""
+class SumBucket(NamedTuple):
+    """Gradients that are summed together, once per step."""
+
+    axis: str
+    elements: int
+    """Elements on this process."""
+    length: int
+    """Number of tensors."""
+    filled_by: int | None
+    """The block whose backward pass fills it; None: the end of the backward pass."""
+
+
+def sum_buckets(config: Config, stages: Sequence[Stage]) -> Iterator[SumBucket]:
+    """The buckets of gradients in these stages, in order of launch for each axis."""
+    parallel, itemsize = config.parallel, ITEMSIZE[config.train.param_dtype]
+    summed = held_tensors(config, stages).summed
     for axis in SUM_AXES:
-        if (processes := processes_on(axis, parallel)) > 1:
-            yield [t for t in stored[::-1] if t.sum_axis(parallel) == axis], processes, axis
+        if processes_on(axis, parallel) > 1:
+            # Only gradients that are summed over TP alone are sharded over replicas.
+            shards = parallel.dp_cp if axis == "tp" else 1
+            yield from _buckets_of(axis, summed[axis], shards, itemsize)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _buckets_of(axis: str, tensors: tuple[StoredTensor, ...], shards: int, itemsize: int) -> list[SumBucket]:
+    sizes, start, buckets = [-(-t.rows // shards) * t.columns for t in tensors], 0, list[SumBucket]()
+    for length in bucket_lengths([size * itemsize for size in sizes]):
+        last = tensors[start + length - 1].unit if start + length < len(tensors) else None
+        buckets.append(SumBucket(axis, sum(sizes[start : start + length]), length, last))
+        start += length
+    return buckets
 
 
 def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """Bucketed gradient all-reduces in one optimizer step (`reduced_gradients`)."""
+    """Bucketed gradient all-reduces in one optimizer step."""
     parallel, dtype, sent = config.parallel, config.train.param_dtype, config.train.sum_dtype
-    stored = stored_tensors(config, stages)
-    result = []
-    for tensors, processes, axis in reduced_gradients(parallel, stored):
-        sizes = [t.shard(parallel) for t in tensors]
-        for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]):
-            elements = sum(sizes[:length])
-            result.append(Collective("step", "all-reduce", (elements,), sent, processes, "gradients", axis=axis))
-            sizes = sizes[length:]
+    stored, result = stored_tensors(config, stages), list[Collective]()
+    for axis, elements, *_ in sum_buckets(config, stages):
+        processes = processes_on(axis, parallel)
+        result.append(Collective("step", "all-reduce", (elements,), sent, processes, "gradients", axis=axis))
     if config.model.tied and parallel.pp > 1 and any(stage.has_embedding or stage.has_head for stage in stages):
         table = stored[0] if stages[0].has_embedding else stored[-1]
         shape = table.shard(parallel) // table.columns, table.columns
@@ -65,8 +86,9 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     return result
 
 
-def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """All-gathers of sharded weights and reduce-scatters of their gradients: one per block, and one for embedding and head.
+def gathers(config: Config, stages: Sequence[Stage]) -> Iterator[tuple[Collective, int]]:
+    """Yields all-gathers of sharded weights and reduce-scatters of their gradients, and how often each is repeated: one per block,
+    and one for embedding and head.
 
     - ZeRO-1 gathers and scatters once per step.
     - FSDP gathers a block before its forward pass and its backward pass, and scatters its gradients after the latter, in phases
@@ -77,10 +99,9 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     """
     parallel, train = config.parallel, config.train
     if not parallel.sharded:
-        return []
+        return
     micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
     full, piped = parallel.shard == "full", parallel.pp > 1
-    result: list[Collective] = []
     for stage in stages:
         for unit, elements, processes, axis in _units(config, stage):
             gather = Collective(
@@ -91,27 +112,23 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
             )
             between = full and unit is not None  # resharded between forward and backward
             if full and not piped:
-                result.append(replace(gather, phase="forward"))
-                result += [replace(gather, phase="backward")] * between
-                result.append(replace(scatter, phase="backward"))
+                yield gather._replace(phase="forward"), 1
+                if between:
+                    yield gather._replace(phase="backward"), 1
+                yield scatter._replace(phase="backward"), 1
             else:
-                result += [gather] * (micro_batches + 1 if between else 1)
-                result.append(scatter)
-    return result
+                yield gather, micro_batches + 1 if between else 1
+                yield scatter, 1
 
 
 def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int, str]]:
     """Yields (block, gathered elements with padding, processes, axis) for each FSDP unit; block None: embedding and head."""
-    parallel = config.parallel
-    elements: Counter[tuple[int | None, str]] = Counter()
-    """Number of elements in one shard by (unit, the axis over which it is sharded)."""
-    for tensor in stored_tensors(config, [stage]):
-        elements[tensor.unit, tensor.over(parallel)] += tensor.shard(parallel)
+    units = held_tensors(config, [stage]).units
     for unit in (*stage.numbers, None):
         for axis in ("dp", "replicas"):
-            processes = processes_on(axis, parallel)
-            if processes > 1 and (of_shard := elements[unit, axis]):
-                yield unit, processes * of_shard, processes, axis
+            processes = processes_on(axis, config.parallel)
+            if processes > 1 and (tensors := units.get((unit, axis))):
+                yield unit, processes * sum(-(-t.rows // processes) * t.columns for t in tensors), processes, axis
 
 
 END = "end"

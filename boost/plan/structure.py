@@ -14,7 +14,7 @@ from boost.config.factors import FactorShape, factor_shape
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import UNTRACED, Section
 from boost.config.stages import Stage
-from boost.config.storage import fused_block, fused_weights, shard_axis, sum_axis
+from boost.config.storage import SUM_AXES, fused_block, fused_weights, shard_axis, sum_axis
 from boost.layouts import Placement, local_shape, placement_of, spec_of
 
 _Section = TypeVar("_Section", bound=Section)
@@ -79,10 +79,44 @@ def processes_on(axis: str, parallel: ParallelConfig) -> int:
     return {"": 1, "tp": parallel.tp, "dp": parallel.dp_cp, "replicas": parallel.dp_cp * parallel.tp}[axis]
 
 
-def stored_tensors(config: Config, stages: Sequence[Stage]) -> list[StoredTensor]:
+class HeldTensors(NamedTuple):
+    """The stored tensors of one process."""
+
+    tensors: tuple[StoredTensor, ...]
+    """All of them, in forward order."""
+    summed: dict[str, tuple[StoredTensor, ...]]
+    """Those whose gradients are summed in buckets over each axis, from the last tensor to the first."""
+    units: dict[tuple[int | None, str], tuple[StoredTensor, ...]]
+    """Those of each FSDP unit that are sharded over each axis; unit None: embedding and head."""
+
+
+def held_tensors(config: Config, stages: Sequence[Stage]) -> HeldTensors:
+    """The stored tensors of a process with these stages."""
+    return _held(config.model, _storage(config.parallel), tuple(stages))
+
+
+def stored_tensors(config: Config, stages: Sequence[Stage]) -> tuple[StoredTensor, ...]:
     """Every stored tensor in these stages of one process, in forward order."""
-    parallel = traced(config.parallel)
-    return [tensor for stage in stages for tensor in _tensors_of(config.model, parallel, stage)]
+    return held_tensors(config, stages).tensors
+
+
+@functools.lru_cache(MAX_CACHED)
+def _storage(parallel: ParallelConfig) -> ParallelConfig:
+    """Reduced to what decides over which axes tensors are sharded and gradients summed, whatever the sizes of these axes."""
+    sharding = {"shard": "full", "dp": 2, "shard_outer": parallel.shard_outer} if parallel.sharded else {}
+    reset = traced(parallel).model_copy(update=sharding)
+    return _sections.setdefault(reset, reset)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _held(model: ModelConfig, parallel: ParallelConfig, stages: tuple[Stage, ...]) -> HeldTensors:
+    tensors = tuple(tensor for stage in stages for tensor in _tensors_of(model, traced(parallel), stage))
+    summed = {axis: tuple(t for t in tensors[::-1] if t.sum_axis(parallel) == axis) for axis in SUM_AXES}
+    units: dict[tuple[int | None, str], tuple[StoredTensor, ...]] = {}
+    for tensor in tensors:
+        if axis := tensor.over(parallel):
+            units[tensor.unit, axis] = (*units.get((tensor.unit, axis), ()), tensor)
+    return HeldTensors(tensors, summed, units)
 
 
 @functools.lru_cache(MAX_CACHED)

@@ -100,22 +100,39 @@ def alike(model: ModelConfig, layer: int) -> int:
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
     """Trace of the final norm, the head and the loss."""
-    return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss)
+    return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss, _by_tokens)
 
 
 def trace_embedding(config: Config) -> TracedPass:
     """Trace of the embedding."""
-    return _cached(config, ("embedding",), False, _trace_embedding)
+    return _cached(config, ("embedding",), False, _trace_embedding, _by_tokens)
 
 
 # Cache.
 
+
+@functools.lru_cache(MAX_CACHED)
+def _by_tokens(config: Config) -> Config:
+    """A configuration without attention's axes that has the same embedding and loss: they depend only on the number of tokens."""
+    parallel, train = config.parallel, config.train
+    if parallel.cp > 1 and parallel.tp == 1 and parallel.overlap == "halves":
+        return config  # the halves exist because of this axis
+    tokens = train.micro_batch * train.seq_len // parallel.cp
+    return config.changed(parallel={"cp": 1}, train={"micro_batch": 1, "seq_len": tokens})
+
+
 _TRACES: dict[Any, TracedPass] = {}
 
 
-def _cached(config: Config, key: Any, on_gpu: bool, run: Callable[[Tracer], TracedPass]) -> TracedPass:
-    """Caches a trace. Configurations that differ only in UNTRACED fields share the result."""
-    config, gathered = traced_config(config), config.parallel.sharded
+def _cached(
+    config: Config,
+    key: Any,
+    on_gpu: bool,
+    run: Callable[[Tracer], TracedPass],
+    reduced: Callable[[Config], Config] = lambda config: config,
+) -> TracedPass:
+    """Caches a trace. Configurations that differ only in UNTRACED fields, or that `reduced` makes equal, share the result."""
+    config, gathered = reduced(traced_config(config)), config.parallel.sharded
     backends = kernels.BACKENDS["eager"], kernels.BACKENDS[ONE_PASS]  # experiments replace both
     whole = config.model, config.parallel, config.train, gathered, backends, key
     if whole not in _TRACES:

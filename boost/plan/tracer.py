@@ -129,17 +129,14 @@ class Tracer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Intercepts torch functions and autograd functions."""
-        functions = list(_autograd_functions(torch.autograd.Function))
         usual = loss.chunks, documents.last_queries
         try:
-            for function in functions:
-                function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+            torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
             loss.chunks, documents.last_queries = self._chunks, _last_queries
             with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
         finally:
-            for function in functions:
-                del function.apply  # restores the inherited one
+            torch.autograd.Function.apply = _USUAL_APPLY  # type: ignore[method-assign]
             loss.chunks, documents.last_queries = usual
 
     def _chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
@@ -243,21 +240,14 @@ class _Ctx:
         self.without_gradient = tensors
 
 
-def _autograd_functions(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
-    """The autograd functions that boost and its users have defined. Functions derived from these inherit `apply`."""
-    for cls in base.__subclasses__():
-        if cls.__module__.startswith("torch."):
-            yield from _autograd_functions(cls)
-        elif "apply" not in vars(cls):
-            yield cls
+_USUAL_APPLY: Any = vars(torch.autograd.Function)["apply"]
 
 
 def _apply(cls: Any, *inputs: Any) -> Any:
     """Replaces `apply` of autograd functions: runs forward without autograd, then adds one node with the saved tensors."""
     sized = [x for x in inputs if isinstance(x, ShapeTensor)]
     if not sized:
-        usual: Any = vars(torch.autograd.Function)["apply"]
-        return usual.__get__(None, cls)(*inputs)
+        return _USUAL_APPLY.__get__(None, cls)(*inputs)
     tape, grad = sized[0].tape, records(*inputs)
     ctx, place = _Ctx(inputs), tape.place
     tape.place = "norm" if cls is RMSNorm else place
