@@ -42,9 +42,8 @@ class Section(BaseModel):
     __slots__ = ("_hash",)  # copies start without a value
 
     def __hash__(self) -> int:
-        own: int
         try:
-            own = object.__getattribute__(self, "_hash")
+            own: int = self._hash  # type: ignore[attr-defined]
         except AttributeError:
             own = hash((type(self), *(_hashable(self.__dict__[name]) for name in type(self).model_fields)))
             object.__setattr__(self, "_hash", own)

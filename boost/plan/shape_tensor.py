@@ -195,7 +195,8 @@ class ShapeTensor:
             sizes = [sizes] * count + [rest] * bool(rest)
         shapes = [(*self.shape[:dim], size, *self.shape[dim + 1 :]) for size in sizes]
         if not records(self):
-            return [self.as_view(shape, self.strides) for shape in shapes]
+            views = {shape: self.as_view(shape, self.strides) for shape in dict.fromkeys(shapes)}
+            return [views[shape] for shape in shapes]
 
         whole = self.without_storage()
 

@@ -61,10 +61,6 @@ class StoredTensor(NamedTuple):
         """The axis over which replicas shard its rows, dp or replicas; empty: it is not sharded."""
         return shard_axis(self.placement.partial, self.vector, parallel)
 
-    def sum_axis(self, parallel: ParallelConfig) -> str:
-        """The axis over which its gradient is summed in buckets, once per step; empty: it needs no such sum."""
-        return sum_axis(self.placement.partial, self.over(parallel))
-
     def shard_count(self, parallel: ParallelConfig) -> int:
         """Number of processes that its rows are sharded over; 1 if it is not sharded."""
         return processes_on(self.over(parallel), parallel)
@@ -85,7 +81,7 @@ class HeldTensors(NamedTuple):
     tensors: tuple[StoredTensor, ...]
     """All of them, in forward order."""
     summed: dict[str, tuple[StoredTensor, ...]]
-    """Those whose gradients are summed in buckets over each axis, from the last tensor to the first."""
+    """Those whose gradients are summed in buckets over each axis (`sum_axis`), from the last tensor to the first."""
     units: dict[tuple[int | None, str], tuple[StoredTensor, ...]]
     """Those of each FSDP unit that are sharded over each axis; unit None: embedding and head."""
 
@@ -102,21 +98,22 @@ def stored_tensors(config: Config, stages: Sequence[Stage]) -> tuple[StoredTenso
 
 @functools.lru_cache(MAX_CACHED)
 def _storage(parallel: ParallelConfig) -> ParallelConfig:
-    """Reduced to what decides over which axes tensors are sharded and gradients summed, whatever the sizes of these axes."""
+    """Reduced to what decides which tensors there are and over which axes they are sharded and summed, whatever the axes' sizes."""
     sharding = {"shard": "full", "dp": 2, "shard_outer": parallel.shard_outer} if parallel.sharded else {}
-    reset = traced(parallel).model_copy(update=sharding)
+    reset = traced(parallel).model_copy(update={"cp": 1, "overlap": "none", **sharding})
     return _sections.setdefault(reset, reset)
 
 
 @functools.lru_cache(MAX_CACHED)
 def _held(model: ModelConfig, parallel: ParallelConfig, stages: tuple[Stage, ...]) -> HeldTensors:
-    tensors = tuple(tensor for stage in stages for tensor in _tensors_of(model, traced(parallel), stage))
-    summed = {axis: tuple(t for t in tensors[::-1] if t.sum_axis(parallel) == axis) for axis in SUM_AXES}
+    tensors = tuple(tensor for stage in stages for tensor in _tensors_of(model, parallel, stage))
+    summed: dict[str, list[StoredTensor]] = {axis: [] for axis in ("", *SUM_AXES)}
     units: dict[tuple[int | None, str], tuple[StoredTensor, ...]] = {}
     for tensor in tensors:
-        if axis := tensor.over(parallel):
-            units[tensor.unit, axis] = (*units.get((tensor.unit, axis), ()), tensor)
-    return HeldTensors(tensors, summed, units)
+        over = tensor.over(parallel)
+        summed[sum_axis(tensor.placement.partial, over)].append(tensor)
+        units[tensor.unit, over] = (*units.get((tensor.unit, over), ()), tensor)
+    return HeldTensors(tensors, {axis: tuple(those[::-1]) for axis, those in summed.items()}, units)
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -172,7 +169,7 @@ class FactorTensors(NamedTuple):
 
 def factor_tensors(config: Config, stages: Sequence[Stage]) -> list[FactorTensors]:
     """The factors in these stages, by unit."""
-    model, parallel = config.model, traced(config.parallel)
+    model, parallel = config.model, _storage(config.parallel)
     kinds = (architecture.first_alike(model, layer) for stage in stages for layer in stage.numbers)
     return [unit for layer in kinds for unit in _factors(model, parallel, layer)] if model.low_rank else []
 
