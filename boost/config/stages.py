@@ -4,8 +4,7 @@ Stage s of pp x v stages belongs to PP rank s mod pp. The first stage has the em
 """
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from boost.config.architecture import block_flops_per_token, first_alike, groups
 from boost.config.schema import Config, ModelConfig, RecomputeName, TrainConfig
@@ -16,23 +15,22 @@ FLOPS_PER_BYTE = 100
 thirds of the former. Only used for the embedding, which has no FLOPs."""
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """Consecutive blocks, plus the embedding in the first stage and the head in the last one."""
 
-    index: int = 0  # type: ignore[assignment]
-    count: int = 1  # type: ignore[assignment]
+    index: int = 0
+    count: int = 1
     first_layer: int = 0
     layers: int = 0
+    has_embedding: bool = field(init=False)
+    """Whether this stage has the embedding."""
+    has_head: bool = field(init=False)
+    """Whether this stage has the head and the loss."""
 
-    @property
-    def has_embedding(self) -> bool:
-        """Whether this stage has the embedding."""
-        return self.index == 0
-
-    @property
-    def has_head(self) -> bool:
-        """Whether this stage has the head and the loss."""
-        return self.index == self.count - 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_embedding", self.index == 0)
+        object.__setattr__(self, "has_head", self.index == self.count - 1)
 
     @property
     def numbers(self) -> range:

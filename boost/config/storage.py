@@ -1,5 +1,5 @@
 """How a process stores parameters: which share a tensor, over which axis replicas shard its rows, and over which axis its gradient
-is summed. The runtime and the planner both read this.
+is summed. The runtime and the planner both read the axes; a test compares the tensors with the runtime's modules.
 """
 
 import itertools

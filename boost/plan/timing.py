@@ -216,7 +216,7 @@ class Predictor:
     def _passes(self, config: Config) -> Sequence[PassTime]:
         times, split = dict[Any, PassTime](), stages(config)
         ranks = [split[rank :: config.parallel.pp] for rank in range(config.parallel.pp)]
-        keys = [tuple(_kind(config, stage) for stage in held) for held in ranks]
+        keys = [kinds_of(config, held) for held in ranks]
         for key, held in zip(keys, ranks, strict=True):
             if key not in times:
                 times[key] = self._pass(config, held)
@@ -383,7 +383,9 @@ class Predictor:
         room = worst.room(self.hardware.overlap, shared)
         # FSDP in a pipeline gathers for each micro-batch, but all its gathers have phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
-        sums: Seconds = self._per_step(config, ("replicas", held, gathered), self._replica_sums, config, held)
+        sums: Seconds = self._per_step(
+            config, ("replicas", kinds_of(config, held), gathered), self._replica_sums, config, held
+        )
         # Gradient reductions overlap one backward pass; ZeRO-1's gathers, one forward pass. FSDP in a pipeline overlaps all passes.
         cover = room[1] if parallel.shard == "none" else sum(room)
         if parallel.shard == "full" and parallel.pp > 1:
@@ -407,7 +409,9 @@ class Predictor:
         """Seconds between the last backward pass and the next step. Work is linear in the number of micro-batches."""
         accumulated = config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
         (seconds, calls, sent), (seconds_of_two, calls_of_two, _) = self._per_step(
-            config, ("once", held), lambda: [self._once_per_step(config, held, count) for count in (1, 2)]
+            config,
+            ("once", kinds_of(config, held)),
+            lambda: [self._once_per_step(config, held, count) for count in (1, 2)],
         )
         seconds += (accumulated - 1) * (seconds_of_two - seconds)
         issuing = self.hardware.host_us.step * 1e-6 * (calls + (accumulated - 1) * (calls_of_two - calls))
@@ -451,11 +455,15 @@ class Predictor:
         return self._cache[key]
 
 
-def _kind(config: Config, stage: Stage) -> tuple[Any, ...]:
-    """What the time of a stage depends on."""
-    blocks = kinds_in(config.model, config.train, stage)
-    gates = (has_latent_gate(config.model, stage.numbers[end]) for end in (0, -1))
-    return tuple(blocks.items()), stage.has_embedding, stage.has_head, *gates
+def kinds_of(config: Config, held: Sequence[Stage]) -> tuple[tuple[Any, ...], ...]:
+    """What the times of these stages depend on."""
+    return tuple(_kind(config.model, config.train, stage) for stage in held)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[Any, ...]:
+    gates = (has_latent_gate(model, stage.numbers[end]) for end in (0, -1))
+    return tuple(kinds_in(model, train, stage).items()), stage.has_embedding, stage.has_head, *gates
 
 
 _flops_per_token = functools.lru_cache(64)(flops_per_token)

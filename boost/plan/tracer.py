@@ -214,7 +214,7 @@ class _Rules(TorchFunctionMode):
     def __init__(self, tape: Tape, device: torch.device) -> None:
         super().__init__()
         zeros = functools.partial(rules.zeros, (tape, device))
-        self._without_tensors: dict[Any, Any] = {torch.zeros: zeros, torch._C._set_grad_enabled: tape.set_grad_enabled}
+        self._without_tensors: dict[Any, Any] = {torch.zeros: zeros}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._without_tensors.get(function) or RULES.get(function)
