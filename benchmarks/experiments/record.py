@@ -27,7 +27,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -116,7 +116,7 @@ class StackSpeeds(Speeds):
             scores = moved(STREAM, pairs * tokens * keys, 5.5 if backward else 4.5, work.dtype)
             return (1 + backward) * sum(map(super().seconds, products)) + super().seconds(scores)
         if work.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD) and work.phase != "step":
-            work = replace(work, bytes=round(work.bytes / self.fusion))
+            work = work._replace(bytes=round(work.bytes / self.fusion))
         return super().seconds(work)
 
 
@@ -126,10 +126,6 @@ class StackPredictor(Predictor):
     def __init__(self, hardware: Hardware, stack: Stack) -> None:
         super().__init__(hardware)
         self.stack = stack
-
-    def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
-        # The time that a stage is blocked also depends on how many stages have two neighbors.
-        return self._pass(config, held) if self.stack.blocking else super()._cached_pass(config, held)
 
     def _once_per_step(self, config: Config, held: Sequence[Stage], micro_batches: int) -> tuple[float, float, float]:
         return super()._once_per_step(config, held, 1 if self.stack.adds_in_gemms else micro_batches)

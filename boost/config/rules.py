@@ -186,6 +186,10 @@ def _sharding_problems(config: Config) -> Iterator[str]:
         )
 
 
+MOST_GATHERED = 3
+"""Largest number of stages per process whose weights stay gathered."""
+
+
 def _pipeline_problems(config: Config) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.layers
     if parallel.pp == 1 and parallel.virtual > 1:
@@ -215,7 +219,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"parallel.split = {split} must have {parallel.stages} numbers (parallel.pp x virtual) that sum to "
             f"model.layers = {layers}; remove it for a balanced split"
         )
-    if config.shards_weights and parallel.virtual > 3:
+    if config.shards_weights and parallel.virtual > MOST_GATHERED:
         yield (
             f"parallel.virtual = {parallel.virtual} is too large with parallel.shard = '{parallel.shard}', because torch's "
             "schedules keep the gathered weights of at most three stages and re-gather all others; largest valid value: 3"
@@ -276,8 +280,8 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     chunk = parallel.dp * train.micro_batch
     count = train.global_batch // chunk
-    if not _schedules(parallel, count):
-        best = nearest(count, max(2 * count, parallel.pp), lambda n: _schedules(parallel, n))
+    if not schedules(parallel, count):
+        best = nearest(count, max(2 * count, parallel.pp), lambda n: schedules(parallel, n))
         how = f"n >= parallel.pp = {parallel.pp}"
         if parallel.schedule != "1f1b":
             how += f", and n divisible by n // {parallel.pp}"
@@ -288,7 +292,7 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _schedules(parallel: ParallelConfig, n: int) -> bool:
+def schedules(parallel: ParallelConfig, n: int) -> bool:
     """Whether the pipeline schedule can run n micro-batches."""
     if parallel.pp == 1 or parallel.schedule == "gpipe":
         return True
@@ -306,7 +310,7 @@ def _same_training(config: Config) -> str:
 
     def fits(micro: int) -> bool:
         count, left = divmod(train.global_batch, parallel.dp * micro)
-        if left or not _schedules(parallel, count) or (shards_tokens and micro * train.seq_len // parallel.cp % tp):
+        if left or not schedules(parallel, count) or (shards_tokens and micro * train.seq_len // parallel.cp % tp):
             return False
         return tp * parallel.cp == 1 or not any(_overlap_problems(config.changed(train={"micro_batch": micro})))
 

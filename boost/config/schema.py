@@ -11,7 +11,19 @@ from pydantic import Field, SerializeAsAny
 
 from boost.config.families import Family, ModelConfig
 from boost.config.optimizers import OptimConfig
-from boost.config.section import Count, Fraction, Home, Natural, NonNegative, Place, Positive, Section, Tagged, Width
+from boost.config.section import (
+    UNTRACED,
+    Count,
+    Fraction,
+    Home,
+    Natural,
+    NonNegative,
+    Place,
+    Positive,
+    Section,
+    Tagged,
+    Width,
+)
 
 __all__ = [
     "CompileName", "CompiledPart", "Config", "DType", "DataConfig", "Family", "ModelConfig", "OptimConfig", "ParallelConfig",
@@ -39,10 +51,10 @@ class ParallelConfig(Tagged):
     tp: Width = 1
     """Tensor-parallel size: number of TP ranks that shard each layer. TP is the innermost mesh axis; keep it within one node."""
 
-    pp: Width = 1
+    pp: Annotated[Width, UNTRACED] = 1
     """Pipeline-parallel size: number of PP ranks. Each stage of consecutive blocks sends the residual stream to the next stage."""
 
-    dp: Width = 1
+    dp: Annotated[Width, UNTRACED] = 1
     """Data-parallel size: number of replicas that split the global batch."""
 
     cp: Width = 1
@@ -50,23 +62,23 @@ class ParallelConfig(Tagged):
     do not fit in one process's memory. Attention communicates either heads or keys and values, whichever is smaller. Gradient
     reduction and parallel.shard span dp x cp processes."""
 
-    shard: Literal["none", "optimizer", "full"] = "none"
+    shard: Annotated[Literal["none", "optimizer", "full"], UNTRACED] = "none"
     """What is sharded over replicas. none: nothing; gradients are all-reduced. optimizer: ZeRO-1; each replica updates its rows of
     every weight, and weights are gathered once per step. full: FSDP; weights are gathered block by block as they are used, and
     gradients are sharded too. No effect with one replica."""
 
-    shard_outer: bool = False
+    shard_outer: Annotated[bool, UNTRACED] = False
     """True: shard factors that are replicated over TP (the outer factors of btp-sp) over dp x tp instead of dp.
     Requires shard = "optimizer" or "full"."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = "1f1b"
+    schedule: Annotated[Literal["gpipe", "1f1b", "interleaved-1f1b"], UNTRACED] = "1f1b"
     """Pipeline schedule. gpipe: all forward passes, then all backward passes. 1f1b: alternates forward and backward passes, which
     takes less activation memory. interleaved-1f1b: several stages per PP rank, for a smaller bubble but more messages."""
 
-    virtual: Width = 1
+    virtual: Annotated[Width, UNTRACED] = 1
     """Virtual stages per PP rank: rank i holds stages i, i + pp, i + 2 pp, ... Default: 2 for interleaved-1f1b, else 1."""
 
-    split: Annotated[tuple[Width, ...], Field(strict=False)] = ()
+    split: Annotated[tuple[Width, ...], Field(strict=False), UNTRACED] = ()
     """Number of blocks in each of the pp x virtual stages, such as [9, 8, 8, 7]. Empty: balanced by cost, including the embedding
     and the head."""
 
@@ -117,16 +129,16 @@ BF16_WEIGHTS_COST = "held-out loss 8.18 instead of 7.30 after 200 steps at lr 2e
 class TrainConfig(Section):
     """The training loop: length, precision, and intervals."""
 
-    steps: Count = 1000
+    steps: Annotated[Count, UNTRACED] = 1000
     """Total number of optimizer steps, including those before a resume."""
 
-    seed: Natural = 0
+    seed: Annotated[Natural, UNTRACED] = 0
     """Seed for the initial weights (combined with each parameter's name) and the data order."""
 
     seq_len: Count = 256
     """Tokens per sequence."""
 
-    global_batch: Count = 32
+    global_batch: Annotated[Count, UNTRACED] = 32
     """Sequences per optimizer step, summed over all processes."""
 
     micro_batch: Count = 8
@@ -145,12 +157,12 @@ class TrainConfig(Section):
     except for weights that are used twice per micro-batch (parallel.overlap). No effect if the dtypes are equal, or if weights are
     sharded (they are cast before the all-gather)."""
 
-    reduce_dtype: Literal["param_dtype", "bfloat16"] = "param_dtype"
+    reduce_dtype: Annotated[Literal["param_dtype", "bfloat16"], UNTRACED] = "param_dtype"
     """Dtype of the gradient reduction over processes at the end of each step (over replicas; over TP for factors that btp-sp
     replicates). bfloat16: half the bytes of fp32, with sums rounded to 8 significant bits. Optimizer state and updates stay in
     param_dtype."""
 
-    deterministic: bool = False
+    deterministic: Annotated[bool, UNTRACED] = False
     """True: use only deterministic kernels, which makes resuming bitwise exact on GPUs too (on CPUs it always is), at some cost
     in speed."""
 
@@ -160,25 +172,25 @@ class TrainConfig(Section):
     blocks, or kernels if halves overlap (parallel.overlap) or documents are isolated; on CPUs, none. On CPUs, compiling needs
     g++."""
 
-    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    cuda_graphs: Annotated[Literal["auto", "on", "off"], UNTRACED] = "auto"
     """on: capture the forward and backward passes of a step, with their collectives, as a CUDA graph after three steps, and launch
     it with one call in every later step, so that the GPU does not wait for Python. Compatible with every value of compile. Does
     not support pipelines, isolated documents, parallel.shard and in-step recovery. Hooks on modules run only during the capture.
     auto: off, until measurements show where graphs are faster."""
 
-    recompute: RecomputeName = "none"
+    recompute: Annotated[RecomputeName, UNTRACED] = "none"
     """Activation checkpointing: what each block recomputes in the backward pass. none: nothing. low-rank: everything except the
     latents, which are saved after their collectives, so no collective is repeated. low-rank+attention-output: like low-rank, but
     also saves the attention output, so the attention kernel is not repeated. low-rank-sharded: btp-sp only; like low-rank, but
     saves latents before the all-gather and repeats the all-gather. full-block: everything, including collectives."""
 
-    recompute_every: Count = 1
+    recompute_every: Annotated[Count, UNTRACED] = 1
     """Recompute every n-th block. 1: all blocks; 2: half of them."""
 
-    eval_every: Natural = 0
+    eval_every: Annotated[Natural, UNTRACED] = 0
     """Steps between evaluations on the held-out split. 0: only at the end."""
 
-    eval_tokens: Natural = 0
+    eval_tokens: Annotated[Natural, UNTRACED] = 0
     """Held-out tokens per periodic evaluation. 0: all. The final evaluation always uses all of them."""
 
     sample_tokens: Natural = 0
@@ -188,47 +200,47 @@ class TrainConfig(Section):
     sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Prompts for the text samples, such as ["Once upon a time"]. Empty: the start of the held-out text."""
 
-    save_every: Natural = 0
+    save_every: Annotated[Natural, UNTRACED] = 0
     """Steps between checkpoints. 0: by wall clock only (save_minutes). A checkpoint is always saved at the end of a run and on a
     stop signal."""
 
-    save_minutes: NonNegative = 30.0
+    save_minutes: Annotated[NonNegative, UNTRACED] = 30.0
     """Minutes between checkpoints, in addition to save_every. 0: no checkpoints by wall clock."""
 
-    async_save: bool = True
+    async_save: Annotated[bool, UNTRACED] = True
     """True: copy each checkpoint to host memory (pinned for GPUs) and write it in the background, so that training stalls only for
     the copy. This takes host memory for one copy of each process's shard of weights and optimizer state, but no GPU memory.
     False: training waits until the checkpoint is written. The last checkpoint of a run is always written before exit."""
 
-    keep: Count = 3
+    keep: Annotated[Count, UNTRACED] = 3
     """Number of complete checkpoints to keep. Older ones are deleted once a newer one is complete. The newest checkpoint proven
     healthy by a later step is always kept."""
 
-    keep_every: Natural = 0
+    keep_every: Annotated[Natural, UNTRACED] = 0
     """Never delete checkpoints whose step is a multiple of this number. 0: disabled."""
 
-    keep_best: bool = False
+    keep_best: Annotated[bool, UNTRACED] = False
     """True: also save a checkpoint whenever a periodic evaluation reaches the lowest held-out loss so far, and keep it.
     Commands that take a checkpoint accept it as RUN@best, such as runs/demo@best."""
 
-    spike_sigma: NonNegative = 6.0
+    spike_sigma: Annotated[NonNegative, UNTRACED] = 6.0
     """A loss more than this many standard deviations above the mean over the last 128 healthy steps is a spike. Half as many are
     enough if the gradient norm is more than this many above its own mean. A spike triggers a warning, and checkpoints are marked as
     unproven until it is over. 0: no spike detection. A loss above 1.5 ln(vocab_size) counts as diverged."""
 
-    on_spike: Literal["warn", "rollback"] = "warn"
+    on_spike: Annotated[Literal["warn", "rollback"], UNTRACED] = "warn"
     """What to do on a spike or divergence. warn: continue. rollback: return to the newest checkpoint from before it and skip the
     data since then; the run fails if three rollbacks do not get past it."""
 
-    check_replicas_every: Natural = 100
+    check_replicas_every: Annotated[Natural, UNTRACED] = 100
     """Steps between checks that weights are finite and that weights and moments are bitwise identical on all replicas. Checks also
     run before the first step and each checkpoint. Each reads the weights three times and sends 32 bytes per process. 0: none."""
 
-    profile: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    profile: Annotated[tuple[Count, ...], Field(strict=False), UNTRACED] = ()
     """First and last step to profile, such as [10, 13]. Each process writes its timeline to run.dir/profile/rank<R>.json; open it
     at ui.perfetto.dev. Profiled steps are slower. Empty: no profile."""
 
-    log_every: Count = 10
+    log_every: Annotated[Count, UNTRACED] = 10
     """Steps between log lines if stdout is not a terminal. metrics.jsonl has every step."""
 
     @property

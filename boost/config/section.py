@@ -26,6 +26,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Home = AfterValidator(os.path.expanduser)
 """Expands a leading ~ in a path to the home folder, as a shell does."""
 Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), Home]
+UNTRACED = "untraced"
+"""Marks a field that changes nothing in a micro-batch's passes through a block, the embedding or the loss on one TP group. The
+planner traces those once for all configurations that differ only in such fields."""
 
 
 class Section(BaseModel):
@@ -39,9 +42,8 @@ class Section(BaseModel):
     __slots__ = ("_hash",)  # copies start without a value
 
     def __hash__(self) -> int:
-        own: int
         try:
-            own = object.__getattribute__(self, "_hash")
+            own: int = self._hash  # type: ignore[attr-defined]
         except AttributeError:
             own = hash((type(self), *(_hashable(self.__dict__[name]) for name in type(self).model_fields)))
             object.__setattr__(self, "_hash", own)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes per element, by dtype."""
@@ -31,8 +31,7 @@ LEAST_BUCKET_BYTES = 2**20
 """Minimum size of these smaller buckets."""
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective from the perspective of one process."""
 
     phase: str

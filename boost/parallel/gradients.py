@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
+from boost.config.storage import SUM_AXES, sum_axis
 from boost.config.traffic import bucket_lengths
 from boost.models.fused import FusedParam
 from boost.parallel.collectives import all_reduce, finish_all_reduce, start_all_reduce
@@ -81,15 +82,13 @@ class GradientReducer:
     def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None) -> None:
         """`dtype`: the dtype of communication; None: the dtype of the gradients."""
         trainable = [s for s in fused_params if s.parameter.requires_grad]
-        replicated = [s for s in trainable if s.shard is None]
-        sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
         self._trainable, self._pipeline = trainable, mesh.pp
         self._tied = [s for s in trainable if mesh.pp.size > 1 and s.slices[0].parameter.role == "tied"]
-        self._queues = [
-            self.queue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype),
-            self.queue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype),
-            self.queue(sharded, mesh.tp, dtype),
-        ]
+        summed: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *SUM_AXES)}
+        for s in trainable:
+            summed[sum_axis(s.placement.partial, s.shard.over if s.shard else "")].append(s.tensor)
+        axes = zip(SUM_AXES, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True)
+        self._queues = [self.queue(summed[name], axis, dtype) for name, axis in axes]
 
     def queue(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> "BucketQueue":
         """Builds the buckets for parameters whose gradients are summed over one axis."""

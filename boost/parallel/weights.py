@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from boost.config import Config
 from boost.config.schema import ParallelConfig
+from boost.config.storage import shard_axis
 from boost.errors import ConfigError
 from boost.layouts import spec_of
 from boost.models.decoder import Decoder
@@ -60,12 +61,8 @@ def shard(
     All-gathers use the activations' dtype, and gradient sums use `dtype` (None: the weights' dtype).
     """
     params = list(fused_params(decoder))
-    norms = {s.parameter for s in params if s.parameter.ndim == 1}
-    outer = (
-        {s.parameter for s in params if s.placement.partial} - norms
-        if parallel.shard_outer and parallel.tp > 1
-        else set()
-    )
+    over = {s.parameter: shard_axis(s.placement.partial, s.parameter.ndim == 1, parallel) for s in params}
+    norms, outer = ({p for p, axis in over.items() if axis == name} for name in ("", "replicas"))
     owners = {p: (m, name) for m in decoder.modules() for name, p in m.named_parameters(recurse=False)}
     options: dict[str, Any] = {}
     if outer:  # shard these over dp x tp, the other parameters over the default mesh
@@ -97,15 +94,15 @@ def shard(
         if parameter in norms:
             continue
         # Record which rows this process owns.
-        over, size, rank = "dp", mesh.dp_cp.size, mesh.dp_cp.rank
+        size, rank = mesh.dp_cp.size, mesh.dp_cp.rank
         if parameter in outer:
-            over, size, rank = "replicas", size * mesh.tp.size, rank * mesh.tp.size + mesh.tp.rank
+            size, rank = size * mesh.tp.size, rank * mesh.tp.size + mesh.tp.rank
         sharded = getattr(module, name)
         assert isinstance(sharded, DTensor) and isinstance(module, FusedModule)
         rows = -(-sharded.shape[0] // size)  # split as torch.chunk does: the last processes may have fewer rows
         first, local = min(rank * rows, sharded.shape[0]), sharded.to_local().detach()
         assert local.shape[0] == min(rows, sharded.shape[0] - first)
-        module.shards[name] = ParamShard(nn.Parameter(local), first, over)
+        module.shards[name] = ParamShard(nn.Parameter(local), first, over[parameter])
 
 
 def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> None:

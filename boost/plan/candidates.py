@@ -113,6 +113,9 @@ def powers_of_two(number: int) -> list[int]:
 
 def legal(config: Config) -> bool:
     """Whether `boost train` accepts this configuration."""
+    parallel, train = config.parallel, config.train
+    if not rules.schedules(parallel, train.global_batch // (parallel.dp * train.micro_batch)):
+        return False  # the most common reason, whose message takes long to make
     try:
         rules.check(config)
     except ConfigError:
@@ -156,6 +159,8 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
         for virtual in request.choices("parallel.virtual", usual_schedules.get(schedule, (1,)))
         if mesh.pp * virtual <= model.layers or "parallel.virtual" in request.fixed
     ]
+    keeps = "parallel.virtual" in request.fixed or request.base.run.recovery != "restart"
+    most = model.layers if keeps else rules.MOST_GATHERED  # stages per process with sharded weights
     overlaps = request.choices("parallel.overlap", ("none", "halves") if mesh.tp * mesh.cp > 1 else ("none",))
     for layout in request.choices("parallel.layout", usual):
         of_layout = request.under(layout)
@@ -176,7 +181,9 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
                 for overlap in overlaps:
                     for values in itertools.product(*options):
                         own = dict(zip(searched, values, strict=True))
-                        yield of_layout.model_copy(update={**changes, "overlap": overlap, **own})
+                        made = of_layout.model_copy(update={**changes, "overlap": overlap, **own})
+                        if virtual <= most or not made.sharded:
+                            yield made
 
 
 def micro_batches(request: Request, dp: int) -> Sequence[int]:

@@ -79,7 +79,7 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     tokens = train.micro_batch * train.seq_len // parallel.cp
     recompute = train.recompute_by_layer(model.layers)
     held = stages_of(config, pp_rank)
-    gathered = gathers(config, held)
+    gathered = [c for c, times in gathers(config, held) for _ in range(times)]
     of_one: list[Collective] = [c for c in gathered if c.phase == "forward"]
     for stage in held:
         of_one += micro_batch_collectives(model, parallel, tokens, train.compute_dtype, True, recompute, stage)

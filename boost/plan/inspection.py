@@ -6,7 +6,7 @@ Legend: T tokens per micro-batch in a TP group, p TP processes; d hidden size, f
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from boost.config import architecture
@@ -17,7 +17,7 @@ from boost.config.traffic import Collective
 from boost.layouts import LayoutSpec, Placement, local_shape, num_shards, placement_of, spec_of
 from boost.plan.collectives import step_collectives
 from boost.plan.optimizer import optimizer_collectives
-from boost.plan.replicas import stored_tensors
+from boost.plan.structure import stored_tensors
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,6 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         parameters.append(architecture.final_norm(model))
         if not (model.tied and held[0].has_embedding):
             parameters.append(architecture.head(model))
-    stored = [tensor for stage in held for tensor in stored_tensors(model, parallel, stage)]
     collectives = step_collectives(config, pp_rank)
     of_all = [c for c in collectives if c.phase != "step"]
     return Inspection(
@@ -166,7 +165,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         stages=held,
         weights=tuple(_weight(parameter, model, parallel) for parameter in parameters),
         parameters=architecture.parameter_count(model),
-        parameters_per_process=sum(tensor.shard(parallel) for tensor in stored),
+        parameters_per_process=sum(tensor.shard(parallel) for tensor in stored_tensors(config, held)),
         tokens=train.micro_batch * train.seq_len // parallel.cp,
         micro_batches=micro_batches,
         of_micro_batch=tuple(of_all[: len(of_all) // micro_batches]),
@@ -177,7 +176,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
 
 def _aggregated(collectives: Sequence[Collective], times: int = 1) -> list[CollectiveRow]:
     """Aggregates collectives that differ only in their block; each counts `times` times."""
-    counts = Counter(replace(collective, layer=None) for collective in collectives)
+    counts = Counter(collective._replace(layer=None) for collective in collectives)
     return [CollectiveRow(collective, count * times) for collective, count in counts.items()]
 
 

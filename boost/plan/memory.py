@@ -5,6 +5,7 @@ gathered weights with plain arithmetic, because a search calls it thousands of t
 included.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,10 +15,11 @@ from typing import Any, Literal
 from boost.config.attention import document_form
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
-from boost.config.traffic import ITEMSIZE, bucket_lengths
+from boost.config.traffic import ITEMSIZE
 from boost.plan import replicas
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
 from boost.plan.optimizer import state_bytes, work_bytes
+from boost.plan.structure import StoredTensor, stored_tensors
 from boost.plan.trace import TracedPass, alike, pass_of_block, trace_embedding, trace_loss
 
 
@@ -57,20 +59,20 @@ def memory(config: Config, pp_rank: int = 0) -> Memory:
         saved[LATENTS] += sum(prev_latents_saved(config, layer))
     if stages[-1].has_head:
         saved.update(trace_loss(config).by_category)
-    stored = [tensor for stage in stages for tensor in replicas.stored_tensors(config.model, config.parallel, stage)]
+    stored = stored_tensors(config, stages)
     saved[COPIES] += copies_bytes(config, stored)
     states = states_of(config, stored, stages)
     return Memory(states | {OPTIMIZER: int(states[OPTIMIZER] * share)}, saved)
 
 
-def states_of(config: Config, stored: Sequence[replicas.StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
+def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
     """Bytes of STATES for this process's shards of the stored tensors in these stages."""
     weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
     copies = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
     return {WEIGHTS: weights, GRADIENTS: copies * weights, OPTIMIZER: state_bytes(config, stored, stages)}
 
 
-def copies_bytes(config: Config, stored: Sequence[replicas.StoredTensor]) -> int:
+def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
     """Bytes in the working copies of these stored tensors."""
     if not config.has_working_copies:
         return 0
@@ -216,9 +218,7 @@ class _Storage:
     """Storage on one process that does not depend on micro-batches or recomputation."""
 
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
-        self.tensors = {
-            stage.index: list(replicas.stored_tensors(config.model, config.parallel, stage)) for stage in stages
-        }
+        self.tensors = {stage.index: stored_tensors(config, [stage]) for stage in stages}
         """Stored tensors by stage index."""
         self.size = ITEMSIZE[config.train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.tensors.values()]
@@ -227,29 +227,24 @@ class _Storage:
         self.states, self.copies = states_of(config, stored, stages), copies_bytes(config, stored)
         """Bytes between steps by category; bytes of working copies while passes run."""
         self.shards = replicas.Shards(config, stages, self.tensors)
-        self.buckets = self._bucket_copies(config)
+        self.buckets = self._bucket_copies(config, stages)
 
-    def _bucket_copies(self, config: Config) -> dict[int | None, int]:
+    def _bucket_copies(self, config: Config, stages: Sequence[Stage]) -> dict[int | None, int]:
         """Bytes of the flat copies of gradient buckets, by the block whose backward pass fills them; None: filled at the end.
 
         A bucket with one tensor is copied only into another dtype. Copies in another dtype stay allocated until all are reduced.
         """
-        parallel, ratio = config.parallel, ITEMSIZE[config.train.sum_dtype] / self.size
-        kept = 0
+        ratio, kept = ITEMSIZE[config.train.sum_dtype] / self.size, 0
         copies: dict[int | None, int] = {}
-        for tensors, _, _ in replicas.reduced_gradients(
-            parallel, [t for of_stage in self.tensors.values() for t in of_stage]
-        ):
-            sizes = [t.shard(parallel) * self.size for t in tensors]
-            for length in bucket_lengths(sizes):
-                filled, copied = tensors[length - 1].unit, sum(sizes[:length])
-                tensors, sizes = tensors[length:], sizes[length:]
-                if ratio != 1:
-                    kept += int(copied * ratio)
-                    copies[filled if tensors else None] = kept
-                elif length > 1 and (filled is not None or not tensors):
-                    place = filled if tensors else None
-                    copies[place] = max(copies.get(place, 0), copied)
+        buckets = list(replicas.sum_buckets(config, stages))
+        for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
+            filled, copied = bucket.filled_by, bucket.elements * self.size
+            ends = following is None or following.axis != bucket.axis  # the last one over this axis
+            if ratio != 1:
+                kept += int(copied * ratio)
+                copies[filled] = kept
+            elif bucket.length > 1 and (filled is not None or ends):
+                copies[filled] = max(copies.get(filled, 0), copied)
         return copies | ({None: kept} if kept else {})
 
 

@@ -2,41 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from boost.config.architecture import Parameter, groups
-from boost.config.factors import (
-    Deal,
-    FactorShape,
-    deal_grams,
-    deal_pairs,
-    factor_buckets,
-    factor_shape,
-    rate_scale,
-    work_dtype,
-)
+from boost.config.architecture import groups
+from boost.config.factors import Deal, FactorShape, deal_grams, deal_pairs, factor_buckets, rate_scale, work_dtype
 from boost.config.optimizers import LOROConfig, MuonConfig
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
-from boost.layouts import placement_of
-from boost.plan.replicas import StoredTensor, stored_tensor
+from boost.plan.structure import FactorTensors, StoredTensor, factor_tensors, processes_on
 
 PLACE = "optimizer"
-
-
-@dataclass(frozen=True)
-class _FactorUnit:
-    """The factors of linears with the same input. The A factors are fused into one stored tensor; each B is stored separately."""
-
-    pairs: tuple[tuple[FactorShape, FactorShape], ...]
-    """(A, B) for each linear."""
-    stored: tuple[StoredTensor, ...]
-
-    @property
-    def shapes(self) -> tuple[FactorShape, ...]:
-        """Shapes of all factors."""
-        return tuple(shape for pair in self.pairs for shape in pair)
 
 
 def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
@@ -52,13 +27,10 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     result = []
     for bucket in _buckets(config, stages_of(config, pp_rank)):
         shapes = [shape for unit in bucket for shape in unit.shapes]
-        for over_replicas in (False, True):
-            stored = [t for unit in bucket for t in unit.stored if t.over_replicas(parallel) == over_replicas]
-            shared = [t for t in stored if t.shard_count(parallel) > 1]
-            if shared:
-                p = shared[0].shard_count(parallel)
+        for axis in ("dp", "replicas"):
+            shared = [t for unit in bucket for t in unit.stored if t.over(parallel) == axis]
+            if shared and (p := processes_on(axis, parallel)) > 1:
                 elements = optim.factor_copies * p * sum(t.shard(parallel) for t in shared)
-                axis = "replicas" if over_replicas else "dp"
                 result.append(Collective("step", "all-gather", (elements,), dtype, p, PLACE, axis=axis))
         if ranks := sum(optim.factor_copies * shape.elements for shape in shapes if shape.sharded == "rank"):
             result.append(Collective("step", "all-gather", (ranks,), dtype, tp, PLACE))
@@ -83,16 +55,16 @@ def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
     return result
 
 
-def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[_FactorUnit]]:
+def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[FactorTensors]]:
     """Yields the factors in these stages, bucket by bucket."""
-    units = [unit for stage in stages for unit in _units(config, stage)]
+    units = factor_tensors(config, stages)
     itemsize = ITEMSIZE[work_dtype(config.optim, config.train.param_dtype)]
     for length in factor_buckets([unit.shapes for unit in units], config.optim, itemsize):
         yield units[:length]
         units = units[length:]
 
 
-def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
+def _deal(config: Config, bucket: Sequence[FactorTensors]) -> Deal | None:
     """How processes with the same weights divide LORO's small problems or Muon's iterations. None: nothing to divide."""
     tp, processes = config.parallel.tp, config.parallel.tp * config.parallel.dp_cp
     if isinstance(config.optim, LOROConfig):
@@ -108,7 +80,7 @@ def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence
     held = 2 * sum(tensor.shard(parallel) for tensor in stored) * itemsize
     counted = len(stored)  # each tensor has an fp32 step counter
     if isinstance(optim, MuonConfig):
-        factors = [tensor for stage in stages for unit in _units(config, stage) for tensor in unit.stored]
+        factors = [tensor for unit in factor_tensors(config, stages) for tensor in unit.stored]
         held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
         counted -= len(factors)
     if isinstance(optim, LOROConfig):
@@ -140,7 +112,7 @@ def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
 class _LoroBucket:
     """Elements alive while a bucket of factors is processed: n r per factor, r r per small matrix."""
 
-    def __init__(self, units: Sequence[_FactorUnit], parallel: ParallelConfig, deal: Deal | None) -> None:
+    def __init__(self, units: Sequence[FactorTensors], parallel: ParallelConfig, deal: Deal | None) -> None:
         self.tp = parallel.tp
         self.shapes = [shape for unit in units for shape in unit.shapes]
         self.pairs = [pair for unit in units for pair in unit.pairs]
@@ -196,18 +168,3 @@ class _LoroBucket:
         # Gram matrices that need no sum are computed one at a time, by the processes that iterate on them.
         iterating = max(3 * summed, summed + self.solved + max(7 * rank**2, self.received))
         return max(making, tall + max(iterating, (self.received or self.solved) + largest))
-
-
-def _units(config: Config, stage: Stage) -> Iterator[_FactorUnit]:
-    model, parallel = config.model, config.parallel
-    if not model.low_rank:
-        return
-
-    def shape(parameter: Parameter) -> FactorShape:
-        return factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
-
-    for layer in stage.numbers:
-        for group in groups(model, layer):
-            downs, ups = (group.parameters(f"layers.{layer}", factor) for factor in "AB")
-            stored = tuple(stored_tensor(model, parallel, layer, *fused) for fused in (downs, *((up,) for up in ups)))
-            yield _FactorUnit(tuple((shape(a), shape(b)) for a, b in zip(downs, ups, strict=True)), stored)

@@ -5,115 +5,16 @@ last replicas store fewer. All numbers are for the first replica, which stores t
 """
 
 import functools
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from boost.config import architecture
-from boost.config.schema import Config, ModelConfig, ParallelConfig
-from boost.config.stages import Stage, whole
+from boost.config.schema import Config
+from boost.config.stages import Stage
+from boost.config.storage import SUM_AXES
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
-from boost.layouts import Placement, local_shape, placement_of, spec_of
 from boost.plan.categories import GATHERED, WORK
-
-
-class StoredTensor(NamedTuple):
-    """One stored tensor on one process. Several parameters may be fused along its rows."""
-
-    rows: int
-    columns: int
-    """1 for a vector."""
-    vector: bool
-    placement: Placement
-    unit: int | None
-    """Block (FSDP unit) that it is gathered with; None: the unit of its stage's embedding and head."""
-    may_have_copy: bool
-    """Whether passes use a working copy of it if working copies are on (`LayoutSpec.may_have_copy`)."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements in the gathered tensor."""
-        return self.rows * self.columns
-
-    def shard_count(self, parallel: ParallelConfig) -> int:
-        """Number of processes that its rows are sharded over; 1 if it is not sharded."""
-        if self.vector or not parallel.sharded:
-            return 1
-        return parallel.dp_cp * (parallel.tp if parallel.shard_outer and self.placement.partial else 1)
-
-    def over_replicas(self, parallel: ParallelConfig) -> bool:
-        """Whether it is sharded over TP processes too."""
-        return parallel.shard_outer and self.placement.partial and not self.vector and parallel.sharded
-
-    def shard(self, parallel: ParallelConfig) -> int:
-        """Number of elements in the first shard, which is the largest."""
-        return -(-self.rows // self.shard_count(parallel)) * self.columns
-
-
-def stored_tensor(
-    model: ModelConfig, parallel: ParallelConfig, unit: int | None, *parameters: architecture.Parameter
-) -> StoredTensor:
-    """Returns the stored tensor for these fused parameters on one process; `unit` as in `StoredTensor`."""
-    placement = placement_of(parameters[0].role, model, parallel)
-    shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
-    rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
-    copied = spec_of(parallel).may_have_copy(parameters[0].role)
-    return StoredTensor(rows, columns, len(shapes[0]) == 1, placement, unit, copied)
-
-
-def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Sequence[StoredTensor]:
-    """Every stored tensor on one process, in forward order. Caches results by the fields that affect them."""
-    of_tp = (getattr(parallel, field) for field in type(parallel).model_fields if field not in _NOT_OF_TP)
-    key = model, type(parallel), *of_tp, stage
-    if key not in _known:
-        if len(_known) > 10_000:
-            _known.clear()
-        _known[key] = tuple(_stored_tensors(model, parallel, stage or whole(model)))
-    return _known[key]
-
-
-_known: dict[Any, Sequence[StoredTensor]] = {}
-_NOT_OF_TP = ("pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split", "overlap")
-"""Fields in [parallel] that do not affect the tensors on a TP rank."""
-
-
-def _stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Iterator[StoredTensor]:
-    stored = functools.partial(stored_tensor, model, parallel)
-    if stage.has_embedding:
-        yield stored(None, architecture.embedding(model))
-    known: dict[int, list[StoredTensor]] = {}
-    for layer in stage.numbers:
-        like = architecture.first_alike(model, layer)
-        if like not in known:
-            known[like] = list(_block_tensors(model, parallel, like))
-        for tensor in known[like]:
-            yield tensor._replace(unit=layer)
-    if stage.has_head:
-        yield stored(None, architecture.final_norm(model))
-        if not (model.tied and stage.has_embedding):
-            yield stored(None, architecture.head(model))
-
-
-def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> Iterator[StoredTensor]:
-    stored = functools.partial(stored_tensor, model, parallel)
-    prefix = f"layers.{layer}"
-    for _ in ("attn_norm", "mlp_norm"):
-        yield stored(layer, architecture.Parameter(prefix, (model.dim,), "norm"))
-    for group in architecture.groups(model, layer):
-        if model.low_rank:
-            yield stored(layer, *group.parameters(prefix, "A"))
-            yield from (stored(layer, b) for b in group.parameters(prefix, "B"))
-            if architecture.has_latent_gate(model, layer):
-                gates = architecture.latent_gate_parameters(model, group, prefix)
-                yield from (stored(layer, *fused) for fused in gates.values())
-        else:
-            weights = group.parameters(prefix, "W")
-            for _, alike in itertools.groupby(weights, lambda weight: placement_of(weight.role, model, parallel)):
-                yield stored(layer, *alike)
-        yield from (stored(layer, each) for each in architecture.attention_parameters(model, group, prefix))
+from boost.plan.structure import MAX_CACHED, StoredTensor, held_tensors, processes_on, stored_tensors
 
 
 def with_whole_weights(config: Config) -> Config:
@@ -129,7 +30,7 @@ def moments_share(config: Config) -> float:
 def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     """All-gathers of updated weights if replicas divide moments: one per bucket, with parts padded to the longest."""
     dp, dtype = config.parallel.dp, config.train.param_dtype
-    stored = [t for stage in stages for t in stored_tensors(config.model, config.parallel, stage)]
+    stored = stored_tensors(config, stages)
     result = []
     for length in bucket_lengths([t.elements * ITEMSIZE[dtype] for t in stored]):
         bucket, stored = stored[:length], stored[length:]
@@ -138,42 +39,56 @@ def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     return result
 
 
-def reduced_gradients(
-    parallel: ParallelConfig, stored: Sequence[StoredTensor]
-) -> Iterator[tuple[list[StoredTensor], int, str]]:
-    """Yields (tensors, processes, axis) for the gradients that are all-reduced in buckets, from the last tensor to the first:
-    partial gradients over TP and DP, complete gradients over DP, and partial gradients of sharded weights over TP."""
-    whole = [t for t in stored[::-1] if t.vector or not parallel.sharded]
-    shards = [t for t in stored[::-1] if not t.vector and parallel.sharded and not t.over_replicas(parallel)]
-    for tensors, processes, axis in (
-        ([t for t in whole if t.placement.partial], parallel.tp * parallel.dp_cp, "replicas"),
-        ([t for t in whole if not t.placement.partial], parallel.dp_cp, "dp"),
-        ([t for t in shards if t.placement.partial], parallel.tp, "tp"),
-    ):
-        if processes > 1:
-            yield tensors, processes, axis
+class SumBucket(NamedTuple):
+    """Gradients that are summed together, once per step."""
+
+    axis: str
+    elements: int
+    """Elements on this process."""
+    length: int
+    """Number of tensors."""
+    filled_by: int | None
+    """The block whose backward pass fills it; None: the end of the backward pass."""
+
+
+def sum_buckets(config: Config, stages: Sequence[Stage]) -> Iterator[SumBucket]:
+    """The buckets of gradients in these stages, in order of launch for each axis."""
+    parallel, itemsize = config.parallel, ITEMSIZE[config.train.param_dtype]
+    summed = held_tensors(config, stages).summed
+    for axis in SUM_AXES:
+        if processes_on(axis, parallel) > 1:
+            # Only gradients that are summed over TP alone are sharded over replicas.
+            shards = parallel.dp_cp if axis == "tp" else 1
+            yield from _buckets_of(axis, summed[axis], shards, itemsize)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _buckets_of(axis: str, tensors: tuple[StoredTensor, ...], shards: int, itemsize: int) -> list[SumBucket]:
+    sizes, start, buckets = [-(-t.rows // shards) * t.columns for t in tensors], 0, list[SumBucket]()
+    for length in bucket_lengths([size * itemsize for size in sizes]):
+        last = tensors[start + length - 1].unit if start + length < len(tensors) else None
+        buckets.append(SumBucket(axis, sum(sizes[start : start + length]), length, last))
+        start += length
+    return buckets
 
 
 def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """Bucketed gradient all-reduces in one optimizer step (`reduced_gradients`)."""
+    """Bucketed gradient all-reduces in one optimizer step."""
     parallel, dtype, sent = config.parallel, config.train.param_dtype, config.train.sum_dtype
-    stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)]
-    result = []
-    for tensors, processes, axis in reduced_gradients(parallel, stored):
-        sizes = [t.shard(parallel) for t in tensors]
-        for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]):
-            elements = sum(sizes[:length])
-            result.append(Collective("step", "all-reduce", (elements,), sent, processes, "gradients", axis=axis))
-            sizes = sizes[length:]
+    stored, result = stored_tensors(config, stages), list[Collective]()
+    for axis, elements, *_ in sum_buckets(config, stages):
+        processes = processes_on(axis, parallel)
+        result.append(Collective("step", "all-reduce", (elements,), sent, processes, "gradients", axis=axis))
     if config.model.tied and parallel.pp > 1 and any(stage.has_embedding or stage.has_head for stage in stages):
-        table = stored_tensor(config.model, parallel, None, architecture.embedding(config.model))
+        table = stored[0] if stages[0].has_embedding else stored[-1]
         shape = table.shard(parallel) // table.columns, table.columns
         result.append(Collective("step", "send", shape, dtype, 2, "tied table", axis="pp"))
     return result
 
 
-def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """All-gathers of sharded weights and reduce-scatters of their gradients: one per block, and one for embedding and head.
+def gathers(config: Config, stages: Sequence[Stage]) -> Iterator[tuple[Collective, int]]:
+    """Yields all-gathers of sharded weights and reduce-scatters of their gradients, and how often each is repeated: one per block,
+    and one for embedding and head.
 
     - ZeRO-1 gathers and scatters once per step.
     - FSDP gathers a block before its forward pass and its backward pass, and scatters its gradients after the latter, in phases
@@ -184,10 +99,9 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     """
     parallel, train = config.parallel, config.train
     if not parallel.sharded:
-        return []
+        return
     micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
     full, piped = parallel.shard == "full", parallel.pp > 1
-    result: list[Collective] = []
     for stage in stages:
         for unit, elements, processes, axis in _units(config, stage):
             gather = Collective(
@@ -198,28 +112,23 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
             )
             between = full and unit is not None  # resharded between forward and backward
             if full and not piped:
-                result.append(replace(gather, phase="forward"))
-                result += [replace(gather, phase="backward")] * between
-                result.append(replace(scatter, phase="backward"))
+                yield gather._replace(phase="forward"), 1
+                if between:
+                    yield gather._replace(phase="backward"), 1
+                yield scatter._replace(phase="backward"), 1
             else:
-                result += [gather] * (micro_batches + 1 if between else 1)
-                result.append(scatter)
-    return result
+                yield gather, micro_batches + 1 if between else 1
+                yield scatter, 1
 
 
 def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int, str]]:
     """Yields (block, gathered elements with padding, processes, axis) for each FSDP unit; block None: embedding and head."""
-    parallel = config.parallel
-    elements: Counter[tuple[int | None, bool]] = Counter()
-    """Number of elements in one shard by (unit, whether it is sharded over TP too)."""
-    for tensor in stored_tensors(config.model, parallel, stage):
-        if tensor.shard_count(parallel) > 1:
-            elements[tensor.unit, tensor.over_replicas(parallel)] += tensor.shard(parallel)
+    units = held_tensors(config, [stage]).units
     for unit in (*stage.numbers, None):
-        for over_replicas, axis in ((False, "dp"), (True, "replicas")):
-            if of_shard := elements[unit, over_replicas]:
-                processes = parallel.dp_cp * (parallel.tp if over_replicas else 1)
-                yield unit, processes * of_shard, processes, axis
+        for axis in ("dp", "replicas"):
+            processes = processes_on(axis, config.parallel)
+            if processes > 1 and (tensors := units.get((unit, axis))):
+                yield unit, processes * sum(-(-t.rows // processes) * t.columns for t in tensors), processes, axis
 
 
 END = "end"

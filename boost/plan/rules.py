@@ -5,6 +5,7 @@ counts elements read and written per output element, excluding broadcast operand
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -240,15 +241,16 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
     dim %= parts[0].ndim
     sizes = [x.shape[dim] for x in parts]
     shape = (*parts[0].shape[:dim], sum(sizes), *parts[0].shape[dim + 1 :])
-    run = min(x.run for x in parts)
-    turned = any(list(x.strides) != sorted(x.strides, reverse=True) for x in parts)
+    kinds = {(x.shape, x.strides): x for x in parts}.values()
+    run = min(x.run for x in kinds)
+    turned = any(list(x.strides) != sorted(x.strides, reverse=True) for x in kinds)
     kernel = (work.REORDER if run >= work.SHORT_RUN else work.REORDER_FINELY) if turned else work.STREAM
 
     def made() -> ShapeTensor:
         return make(parts[0], shape, "cat", 2.0, inputs=parts, kernel=kernel, dtype=_promoted(parts))
 
     def backward(g: Sequence[Any], _: Sequence[ShapeTensor]) -> Sequence[Any]:
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        starts = itertools.accumulate(sizes[:-1], initial=0)
         return [g[0].narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
     return record(made, list(parts), backward)

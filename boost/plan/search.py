@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from boost.config import rules
-from boost.config.schema import Config, ParallelConfig
+from boost.config.schema import Config, ParallelConfig, RecomputeName
 from boost.config.stages import stages
 from boost.errors import ConfigError
 from boost.plan.candidates import (
@@ -33,8 +33,9 @@ from boost.plan.candidates import (
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.memory import PeakMemory, peak
 from boost.plan.step_time import StepTime
+from boost.plan.structure import traced
 from boost.plan.timing import Predictor
-from boost.plan.trace import trace_block, trace_loss, traced_values
+from boost.plan.trace import trace_block, trace_loss
 
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 """Keys of the mesh sizes; their product is the number of processes."""
@@ -127,6 +128,7 @@ class Search:
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values in [parallel]."""
         self._tp_legal: dict[tuple[Any, ...], bool] = {}
+        self._policies_of: dict[str, list[tuple[RecomputeName, int]]] = {}
         self._smallest_structure: dict[tuple[Any, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
         for done, parallel in enumerate(listed):
@@ -244,35 +246,43 @@ class Search:
 
     def _list(self, parallel: ParallelConfig) -> None:
         """Adds the nodes for one structure, one per micro-batch size."""
-        for micro_batch in micro_batches(self.request, parallel.dp):
+        request, structure, mesh = self.request, traced(parallel), _mesh(parallel)
+        choices = self._policies(parallel)
+        # The number of recomputed blocks does not affect whether a candidate is legal.
+        one_each = [next(alike) for _, alike in itertools.groupby(choices, operator.itemgetter(0))]
+        known = False
+        for micro_batch in micro_batches(request, parallel.dp):
+            if not rules.schedules(parallel, request.base.train.global_batch // (parallel.dp * micro_batch)):
+                continue
             # Whether a TP group is legal does not depend on the rest of the mesh.
-            key = *traced_values(parallel, "parallel"), micro_batch
+            key = structure, micro_batch
             if key not in self._tp_legal:
                 self._tp_legal[key] = legal(self._one_tp_group(parallel, micro_batch))
             if not self._tp_legal[key]:
                 continue
-            known = any(node.config.parallel is parallel for node in self._nodes[-1:])
             if known and not self._may_fit(parallel, micro_batch):
                 return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
-            choices = list(policies(self.request, parallel))
-            # The number of recomputed blocks does not affect whether a candidate is legal.
-            one_each = (next(alike) for _, alike in itertools.groupby(choices, operator.itemgetter(0)))
-            config = next(
-                (c for policy in one_each if legal(c := self.request.variant(parallel, micro_batch, *policy))), None
-            )
-            if config is None:
+            variants = (request.variant(parallel, micro_batch, *policy) for policy in one_each)
+            if (config := next(filter(legal, variants), None)) is None:
                 continue
+            known = True
             self.considered += len(choices)
-            without = self.request.variant(parallel, micro_batch)
-            best = self._smallest_structure.get(_mesh(parallel), parallel)
-            self._smallest_structure[_mesh(parallel)] = min(best, parallel, key=_schedule_rank)
+            best = self._smallest_structure.get(mesh, parallel)
+            self._smallest_structure[mesh] = min(best, parallel, key=_schedule_rank)
+            without = request.variant(parallel, micro_batch)
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
+
+    def _policies(self, parallel: ParallelConfig) -> list[tuple[RecomputeName, int]]:
+        """The recomputation policies to try."""
+        if parallel.layout not in self._policies_of:
+            self._policies_of[parallel.layout] = list(policies(self.request, parallel))
+        return self._policies_of[parallel.layout]
 
     def _legal_variants(self, parallel: ParallelConfig, micro_batch: int) -> list[list[Config]]:
         """The legal configurations that differ only in recomputation: for each policy, from the most to the fewest
         recomputed blocks."""
         chains: dict[str, list[Config]] = {}
-        for policy, every in policies(self.request, parallel):
+        for policy, every in self._policies(parallel):
             chains.setdefault(policy, []).insert(0, self.request.variant(parallel, micro_batch, policy, every))
         return [chain for chain in chains.values() if legal(chain[0])]
 
@@ -302,7 +312,7 @@ class Search:
 
     def _may_fit(self, parallel: ParallelConfig, micro_batch: int) -> bool:
         """Whether a block and the loss fit without any training state. If not, no configuration fits."""
-        key = traced_values(parallel, "parallel")
+        key = traced(parallel)
         fits_up_to, too_large = self._limits.get(key, (0, math.inf))
         if fits_up_to < micro_batch < too_large:
             if self._floor(parallel, micro_batch) <= self.usable:
@@ -333,7 +343,7 @@ class Search:
 
 def _mesh(parallel: ParallelConfig) -> tuple[Any, ...]:
     """Key that structures share if they differ only in the pipeline schedule."""
-    return *traced_values(parallel, "parallel"), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
+    return traced(parallel), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
 
 
 def _memory_rank(config: Config) -> tuple[Any, ...]:

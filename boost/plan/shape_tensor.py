@@ -195,7 +195,8 @@ class ShapeTensor:
             sizes = [sizes] * count + [rest] * bool(rest)
         shapes = [(*self.shape[:dim], size, *self.shape[dim + 1 :]) for size in sizes]
         if not records(self):
-            return [self.as_view(shape, self.strides) for shape in shapes]
+            views = {shape: self.as_view(shape, self.strides) for shape in dict.fromkeys(shapes)}
+            return [views[shape] for shape in shapes]
 
         whole = self.without_storage()
 
@@ -345,8 +346,6 @@ def make(
     `moves`: elements read and written per output element; 0: not counted as work. Small tensors are never counted.
     """
     tape, dtype = like.tape, dtype or like.dtype
-    if tape.grad_enabled and not torch.is_grad_enabled():
-        raise NoRuleError("no rule for an autograd function that is defined where it is used; move it to module level")
     numel = math.prod(shape)
     if tape.phase == "forward":
         category, role = origin(tape, operation, inputs or (like,))

@@ -161,12 +161,6 @@ class Tape:
         self._number = itertools.count()
         self._frame: CheckpointFrame | None = None
         self._recomputing = False
-        self.grad_enabled = torch.is_grad_enabled()
-        """Whether autograd is on, except inside autograd functions, where torch turns it off."""
-
-    def set_grad_enabled(self, mode: bool) -> None:
-        self.grad_enabled = mode
-        torch._C._set_grad_enabled(mode)
 
     def begin_pass(self) -> None:
         """Starts tracking the peak of a pass."""

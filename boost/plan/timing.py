@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from boost.config.architecture import first_alike, flops_per_token, groups, has_latent_gate
-from boost.config.factors import FactorShape, factor_shape, work_dtype
+from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
+from boost.config.factors import FactorShape, work_dtype
 from boost.config.optimizers import MuonConfig
-from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
+from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName, TrainConfig
 from boost.config.stages import Stage, stages
 from boost.config.traffic import ITEMSIZE, Collective
-from boost.layouts import placement_of
 from boost.plan import step_time
 from boost.plan.collectives import stage_sends
 from boost.plan.hardware import Hardware, Speeds, collective_seconds, span
 from boost.plan.optimizer import iterations, optimizer_collectives
-from boost.plan.replicas import StoredTensor, gathers, gradient_collectives, stored_tensors
+from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step_time import PassTime, Seconds, StepTime
+from boost.plan.structure import MAX_CACHED, StoredTensor, factor_tensors, stored_tensors, traced
 from boost.plan.tape import Operation, work_of
-from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss, traced_values
+from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
 
 PART_OF = {GEMM: step_time.GEMMS, ATTENTION: step_time.ATTENTION_TIME, ATTENTION_BACKWARD: step_time.ATTENTION_TIME}
@@ -66,18 +66,25 @@ def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
     return Counter(first_alike(model, layer) for layer in layers)
 
 
+@functools.lru_cache(MAX_CACHED)
+def kinds_in(model: ModelConfig, train: TrainConfig, stage: Stage) -> Counter[tuple[int, RecomputeName]]:
+    """Counts the blocks in a stage by kind and recomputation policy."""
+    policies = train.recompute_by_layer(model.layers)
+    return Counter((first_alike(model, layer), policies[layer]) for layer in stage.numbers)
+
+
 def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     """Operations that one process runs once per optimizer step, and gradient accumulation over micro-batches.
 
     For weights with working copies, this includes the casts of weights and gradients, which otherwise belong to a micro-batch.
     """
     model, parallel, train = config.model, config.parallel, config.train
-    stored: Counter[StoredTensor] = Counter()
+    stored = Counter[StoredTensor]()
     for stage in stages:
         for layer, count in kinds_of_blocks(model, stage.numbers).items():
-            for tensor in stored_tensors(model, parallel, Stage(1, 3, layer, 1)):
+            for tensor in stored_tensors(config, [Stage(1, 3, layer, 1)]):
                 stored[tensor] += count
-        stored.update(stored_tensors(model, parallel, Stage(stage.index, stage.count)))
+        stored.update(stored_tensors(config, [Stage(stage.index, stage.count)]))
     total: Counted = Counter()
     dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
@@ -110,21 +117,20 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`boost.optim.muon`), in fp32 or higher
     precision. Processes with the same weights divide the iterations, and the Gram matrices that need no sum over TP."""
-    model, parallel, optim = config.model, config.parallel, config.optim
+    parallel, optim = config.parallel, config.optim
     assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
 
     def add(work: Work, times: int) -> None:
-        total[replace(work, phase="step", place="optimizer")] += times
+        total[work._replace(phase="step", place="optimizer")] += times
 
-    for layer, count in kinds_of_blocks(model, (layer for stage in stages for layer in stage.numbers)).items():
-        for group in groups(model, layer):
-            for parameter in (*group.parameters("", "A"), *group.parameters("", "B")):
-                shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
-                n, r = shape.rows, shape.rank
-                add(gemm(r, r, n, dtype), count * _is_summed(shape, parallel))
-                add(gemm(n, r, r, dtype), count)
-                add(moved(STREAM, n * r, 8, dtype), count)
+    units = factor_tensors(config, stages)
+    shapes = Counter(pair[side] for unit in units for side in (0, 1) for pair in unit.pairs)
+    for shape, count in shapes.items():
+        n, r = shape.rows, shape.rank
+        add(gemm(r, r, n, dtype), count * _is_summed(shape, parallel))
+        add(gemm(n, r, r, dtype), count)
+        add(moved(STREAM, n * r, 8, dtype), count)
     for shape, count in iterations(config, stages).items():
         n, r = shape.rows, shape.rank
         add(gemm(r, r, n, dtype), count * (not _is_summed(shape, parallel)))
@@ -153,6 +159,9 @@ class Predictor:
         self.hardware = hardware
         self.on_gpu = hardware.is_gpu
         self._cache: dict[tuple[Any, ...], Any] = {}
+        self._groups: dict[tuple[ParallelConfig, TrainConfig], int] = {}
+        """Configurations with the same number share predictions for a micro-batch."""
+        self._group_numbers: dict[tuple[Any, ...], int] = {}
         self._seconds: dict[Speeds, dict[Operation, float]] = defaultdict(dict)
         """Seconds for operations."""
         self._links: dict[tuple[Any, ...], float] = {}
@@ -197,15 +206,21 @@ class Predictor:
         nodes = -(-parallel.world_size // self.hardware.per_node)
         return self.hardware.straggling * math.log2(nodes)
 
-    def passes(self, config: Config) -> list[PassTime]:
+    def passes(self, config: Config) -> Sequence[PassTime]:
         """Times for one micro-batch on each pipeline rank."""
-        pp = config.parallel.pp
-        return [self._cached_pass(config, stages(config)[rank::pp]) for rank in range(pp)]
+        p, train = config.parallel, config.train
+        key = "passes", p.pp, p.virtual, p.split, train.recompute, train.recompute_every, config.captures_passes
+        times: Sequence[PassTime] = self._per_micro_batch(config, key, self._passes, config)
+        return times
 
-    def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
-        key = "pass", held, config.train.recompute, config.train.recompute_every, config.captures_passes
-        time: PassTime = self._per_micro_batch(config, key, self._pass, config, held)
-        return time
+    def _passes(self, config: Config) -> Sequence[PassTime]:
+        times, split = dict[Any, PassTime](), stages(config)
+        ranks = [split[rank :: config.parallel.pp] for rank in range(config.parallel.pp)]
+        keys = [kinds_of(config, held) for held in ranks]
+        for key, held in zip(keys, ranks, strict=True):
+            if key not in times:
+                times[key] = self._pass(config, held)
+        return [times[key] for key in keys]
 
     def lower_bound(self, config: Config) -> float:
         """A cheap lower bound on `predict` without recomputation.
@@ -219,7 +234,7 @@ class Predictor:
             config = config.changed(parallel={"overlap": "none"})
         if parallel.pp == 1:
             held = stages(config)
-            worst = self._cached_pass(config, held)
+            (worst,) = self.passes(config)
             if hides:
                 forward, backward = worst.forward - worst.waits[0], worst.backward - worst.waits[1]
                 worst = replace(worst, forward=forward, backward=backward, waits=(0.0, 0.0))
@@ -250,10 +265,9 @@ class Predictor:
 
     def _pass(self, config: Config, held: Sequence[Stage]) -> PassTime:
         """Times for one micro-batch through all stages of one pipeline rank."""
-        policies, result = config.train.recompute_by_layer(config.model.layers), PassTime()
+        result = PassTime()
         for stage in held:
-            kinds = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
-            for (layer, policy), count in kinds.items():
+            for (layer, policy), count in kinds_in(config.model, config.train, stage).items():
                 result.add(self._per_micro_batch(config, (layer, policy), self._block, config, layer, policy), count)
             result.add(
                 self._per_micro_batch(config, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1
@@ -281,13 +295,15 @@ class Predictor:
             if stage.count == 1:
                 continue
             gated = has_latent_gate(model, stage.numbers[0]), has_latent_gate(model, stage.numbers[-1])
-            made_with = model, config.parallel, tokens, train.compute_dtype, stage
-            sends = [c for phase in ("forward", "backward") for c in stage_sends(phase, *made_with)]
             key = "sends", stage.has_embedding, stage.has_head, *gated
-            sent = self._per_micro_batch(config, key, self._sums, config, sends)
+            sent = self._per_micro_batch(config, key, self._sends, config, stage, tokens)
             # Each pass of a micro-batch waits for one receive and one send.
             waits = 2 * sent["pp forward"], 2 * sent["pp backward"]
             result.add(PassTime(defaultdict(float, {step_time.PIPELINE: sum(waits)}), *waits, waits=waits), 1)
+
+    def _sends(self, config: Config, stage: Stage, tokens: int) -> Seconds:
+        made_with = config.model, config.parallel, tokens, config.train.compute_dtype, stage
+        return self._sums(config, [c for phase in ("forward", "backward") for c in stage_sends(phase, *made_with)])
 
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
         """Time for operations in sequence, and for waiting for collectives."""
@@ -367,7 +383,9 @@ class Predictor:
         room = worst.room(self.hardware.overlap, shared)
         # FSDP in a pipeline gathers for each micro-batch, but all its gathers have phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
-        sums: Seconds = self._per_step(config, ("replicas", held, gathered), self._replica_sums, config, held)
+        sums: Seconds = self._per_step(
+            config, ("replicas", kinds_of(config, held), gathered), self._replica_sums, config, held
+        )
         # Gradient reductions overlap one backward pass; ZeRO-1's gathers, one forward pass. FSDP in a pipeline overlaps all passes.
         cover = room[1] if parallel.shard == "none" else sum(room)
         if parallel.shard == "full" and parallel.pp > 1:
@@ -380,7 +398,9 @@ class Predictor:
     def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
         """Seconds for DP collectives by phase: per micro-batch, or once per step."""
         sums: Seconds = defaultdict(float)
-        counts = Counter((*gradient_collectives(config, held), *gathers(config, held)))
+        counts = Counter(gradient_collectives(config, held))
+        for collective, times in gathers(config, held):
+            counts[collective] += times
         for collective, times in counts.items():
             sums[collective.phase] += times * self._sent(config, collective)
         return sums
@@ -389,7 +409,9 @@ class Predictor:
         """Seconds between the last backward pass and the next step. Work is linear in the number of micro-batches."""
         accumulated = config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
         (seconds, calls, sent), (seconds_of_two, calls_of_two, _) = self._per_step(
-            config, ("once", held), lambda: [self._once_per_step(config, held, count) for count in (1, 2)]
+            config,
+            ("once", kinds_of(config, held)),
+            lambda: [self._once_per_step(config, held, count) for count in (1, 2)],
         )
         seconds += (accumulated - 1) * (seconds_of_two - seconds)
         issuing = self.hardware.host_us.step * 1e-6 * (calls + (accumulated - 1) * (calls_of_two - calls))
@@ -407,26 +429,41 @@ class Predictor:
 
     def _per_micro_batch(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         """Caches `function` for one micro-batch. Configurations with equal model, TP, layout and micro-batch share the result."""
-        p, train, per_node = config.parallel, config.train, self.hardware.per_node
-        # How groups are spread over nodes, and how many processes run on each node.
+        groups = config.parallel, config.train
+        if groups not in self._groups:
+            self._groups[groups] = self._group_numbers.setdefault(self._group(*groups), len(self._group_numbers))
+        return self._lookup((config.model, self._groups[groups], key), function, arguments)
+
+    def _group(self, p: ParallelConfig, train: TrainConfig) -> tuple[Any, ...]:
+        """What a micro-batch depends on: traced fields, how groups are spread over nodes, and how many processes run on each."""
+        per_node, per_site = self.hardware.per_node, self.hardware.per_site
         places: tuple[Any, ...] = *(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node)
-        if (per_site := self.hardware.per_site) is not None:
+        if per_site is not None:
             places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
-        shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places)
-        return self._lookup(config, (shared, key), function, arguments)
+        return traced(p), traced(train), places
 
     def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         """Caches `function` for work that is done once per step, independently of the micro-batch."""
-        p = config.parallel
-        shared = p.dp, p.cp, p.pp, p.shard, p.shard_outer, config.train.working_copies
-        return self._lookup(config, (shared, key), function, arguments)
+        p, train = config.parallel, config.train
+        shared = p.layout, p.tp, p.dp, p.cp, p.pp, p.shard, p.shard_outer
+        dtypes = train.compute_dtype, train.param_dtype, train.working_copies
+        return self._lookup((config.model, shared, dtypes, key), function, arguments)
 
-    def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        train = config.train
-        whole = (config.model, config.parallel.layout, config.parallel.tp, train.compute_dtype, train.param_dtype, key)
-        if whole not in self._cache:
-            self._cache[whole] = function(*arguments)
-        return self._cache[whole]
+    def _lookup(self, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = function(*arguments)
+        return self._cache[key]
+
+
+def kinds_of(config: Config, held: Sequence[Stage]) -> tuple[tuple[Any, ...], ...]:
+    """What the times of these stages depend on."""
+    return tuple(_kind(config.model, config.train, stage) for stage in held)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[Any, ...]:
+    gates = (has_latent_gate(model, stage.numbers[end]) for end in (0, -1))
+    return tuple(kinds_in(model, train, stage).items()), stage.has_embedding, stage.has_head, *gates
 
 
 _flops_per_token = functools.lru_cache(64)(flops_per_token)

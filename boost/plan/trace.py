@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from boost.config.architecture import first_alike
-from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName, TrainConfig
+from boost.config.schema import Config, ModelConfig, RecomputeName
 from boost.config.stages import Stage
 from boost.config.traffic import Collective
 from boost.models import kernels
 from boost.models.attention import Context
-from boost.models.block import TransformerBlock, interleave
-from boost.models.decoder import Decoder
-from boost.models.group import NO_RECOMPUTE, Flow, Stream
+from boost.models.block import interleave
+from boost.models.group import Flow, Stream
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous
+from boost.plan.structure import MAX_CACHED, traced_config
 from boost.plan.tape import Flight, Operation, work_of
 from boost.plan.tracer import ONE_PASS, TracedLayout, Tracer
 from boost.plan.work import Counted
@@ -76,17 +76,6 @@ class TracedPass(PassOps):
         return sums
 
 
-IGNORED_FIELDS = {
-    "parallel": ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split"),
-    "train": (
-        "steps", "seed", "global_batch", "reduce_dtype", "deterministic", "cuda_graphs", "recompute", "recompute_every",
-        "eval_every", "eval_tokens", "save_every", "save_minutes", "async_save", "keep", "keep_every", "keep_best",
-        "spike_sigma", "on_spike", "check_replicas_every", "log_every", "profile",
-    ),
-}  # fmt: skip
-"""Fields that do not affect a micro-batch on one TP group; the cache key of a trace leaves them out."""
-
-
 def trace_block(config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False) -> TracedPass:
     """Returns the trace of block `layer` under a recomputation policy.
 
@@ -111,74 +100,53 @@ def alike(model: ModelConfig, layer: int) -> int:
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
     """Trace of the final norm, the head and the loss."""
-    return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss)
+    return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss, _by_tokens)
 
 
 def trace_embedding(config: Config) -> TracedPass:
     """Trace of the embedding."""
-    return _cached(config, ("embedding",), False, _trace_embedding)
+    return _cached(config, ("embedding",), False, _trace_embedding, _by_tokens)
 
 
 # Cache.
 
+
+@functools.lru_cache(MAX_CACHED)
+def _by_tokens(config: Config) -> Config:
+    """A configuration without attention's axes that has the same embedding and loss: they depend only on the number of tokens."""
+    parallel, train = config.parallel, config.train
+    if parallel.cp > 1 and parallel.tp == 1 and parallel.overlap == "halves":
+        return config  # the halves exist because of this axis
+    tokens = train.micro_batch * train.seq_len // parallel.cp
+    return config.changed(parallel={"cp": 1}, train={"micro_batch": 1, "seq_len": tokens})
+
+
 _TRACES: dict[Any, TracedPass] = {}
-_MODULES: dict[Any, Any] = {}
-"""Modules on the meta device, by model, [parallel] and module."""
-_MAX_TRACES = 20_000
 
 
-def _cached(config: Config, key: Any, on_gpu: bool, run: Callable[[Tracer], TracedPass]) -> TracedPass:
-    """Caches a trace. Configurations that differ only in IGNORED_FIELDS share the result."""
-    whole = (
-        config.model,
-        config.parallel.sharded,
-        kernels.BACKENDS["eager"],  # experiments replace both
-        kernels.BACKENDS[ONE_PASS],
-        *traced_values(config.parallel, "parallel"),
-        *traced_values(config.train, "train"),
-        key,
-    )
+def _cached(
+    config: Config,
+    key: Any,
+    on_gpu: bool,
+    run: Callable[[Tracer], TracedPass],
+    reduced: Callable[[Config], Config] = lambda config: config,
+) -> TracedPass:
+    """Caches a trace. Configurations that differ only in UNTRACED fields, or that `reduced` makes equal, share the result."""
+    config, gathered = reduced(traced_config(config)), config.parallel.sharded
+    backends = kernels.BACKENDS["eager"], kernels.BACKENDS[ONE_PASS]  # experiments replace both
+    whole = config.model, config.parallel, config.train, gathered, backends, key
     if whole not in _TRACES:
-        if len(_TRACES) > _MAX_TRACES:
+        if len(_TRACES) > MAX_CACHED:
             _TRACES.clear()
-            _MODULES.clear()
-        _TRACES[whole] = run(Tracer(without_ignored(config), config.parallel.sharded, on_gpu))
+        _TRACES[whole] = run(Tracer(config, gathered, on_gpu))
     return _TRACES[whole]
-
-
-@functools.lru_cache(_MAX_TRACES)
-def traced_values(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any, ...]:
-    """All values in [parallel] or [train] that affect a micro-batch on one TP group."""
-    return tuple(getattr(section, field) for field in type(section).model_fields if field not in IGNORED_FIELDS[name])
-
-
-def without_ignored(config: Config) -> Config:
-    """Resets IGNORED_FIELDS to their defaults."""
-    changes = {}
-    for name, fields in IGNORED_FIELDS.items():
-        section = getattr(config, name)
-        usual = type(section)()
-        changes[name] = section.model_copy(update={field: getattr(usual, field) for field in fields})
-    return config.model_copy(update=changes)
-
-
-def _module(tracer: Tracer, name: Any, make: Callable[[], Any]) -> Any:
-    """Returns a module of the decoder with the weights for this trace."""
-    key = tracer.model, *traced_values(tracer.parallel, "parallel"), name
-    if key not in _MODULES:
-        with torch.device("meta"):
-            _MODULES[key] = make()
-    tracer.attach_weights(_MODULES[key])
-    return _MODULES[key]
 
 
 def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, list[tuple[int, Any]], list[Any]]:
     """Runs the forward pass. Returns (bytes of all inputs; bytes of each latent from the previous block, with a weak
     reference to its memory; for each part, the residual stream and the latents for the next block)."""
     tape, parts = tracer.tape, tracer.parts
-    block: TransformerBlock = _module(
-        tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
-    )
+    block = tracer.block(layer)
     but_attention = functools.partial(tape.checkpoint, selective=True)
     of_block = functools.partial(tape.checkpoint, to_the_end=tracer.layout.halves)  # blocks communicate
     block.recompute(policies(tape.checkpoint, but_attention, of_block)[policy])
@@ -230,15 +198,10 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
     )  # fmt: skip
 
 
-def _ends(tracer: Tracer, stage: Stage) -> Decoder:
-    decoder: Decoder = _module(tracer, stage, lambda: Decoder(tracer.model, tracer.layout, torch.float32, stage=stage))
-    return decoder
-
-
 def _trace_loss(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
-        decoder = _ends(tracer, Stage(1, 2))
+        decoder = tracer.ends(Stage(1, 2))
         shape = tracer.layout.residual_shape(tracer.tokens)
         parts = [Flow(tracer.new_input(shape, RESIDUAL)) for _ in range(tracer.parts)]
         input_bytes = tape.live
@@ -267,7 +230,7 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
 def _trace_embedding(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
-        decoder = _ends(tracer, Stage(0, 2))
+        decoder = tracer.ends(Stage(0, 2))
         tokens: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
         tape.place = "embed"
         parts = [Flow(tokens) for _ in range(tracer.parts)]

@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from boost.config.schema import Config
+from boost.config.schema import Config, ModelConfig, ParallelConfig
+from boost.config.stages import Stage
 from boost.config.traffic import chunk_tokens
 from boost.layouts import spec_of
 from boost.layouts.runtime import layout_for
 from boost.models import documents, kernels
 from boost.models.attention import Context
+from boost.models.block import TransformerBlock
+from boost.models.decoder import Decoder
 from boost.models.fused import FusedModule
-from boost.models.group import Flow, Latents
+from boost.models.group import NO_RECOMPUTE, Flow, Latents
 from boost.models.interface import Layout
 from boost.models.kernels import Kernel, RMSNorm
 from boost.parallel import loss
@@ -25,6 +28,7 @@ from boost.parallel.mesh import Axis, Mesh
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records
+from boost.plan.structure import MAX_CACHED, traced
 from boost.plan.tape import GraphNode, Tape
 from boost.plan.work import REDUCE, SILU, SILU_BACKWARD, STREAM
 
@@ -38,6 +42,27 @@ class _Group:
 
 def _axis(name: str, size: int) -> Axis:
     return Axis(0, size, _Group(f"{name} {size}") if size > 1 else None)  # type: ignore[arg-type]
+
+
+# The modules of a model under a layout, built by the runtime's code on the meta device. `parallel` is `traced`.
+
+
+@functools.lru_cache(MAX_CACHED)
+def _layout_of(model: ModelConfig, parallel: ParallelConfig) -> Layout:
+    axes = {"cp": _axis("cp", parallel.cp), "tp": _axis("tp", parallel.tp)}
+    return layout_for(model, parallel, Mesh(torch.device("meta"), axes))
+
+
+@functools.lru_cache(MAX_CACHED)
+def _block_of(model: ModelConfig, parallel: ParallelConfig, layer: int) -> TransformerBlock:
+    with torch.device("meta"):
+        return TransformerBlock(model, layer, _layout_of(model, parallel), NO_RECOMPUTE, 0)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _ends_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(model, _layout_of(model, parallel), stage=stage)
 
 
 class Tracer:
@@ -58,8 +83,7 @@ class Tracer:
         """Tokens in one part."""
         model = config.model
         self.tape = Tape(self.tokens, max(model.dim, model.heads_dim, model.ffn_dim, model.vocab_size // p), p)
-        axes = {"cp": _axis("cp", self.parallel.cp), "tp": _axis("tp", p)}
-        self.layout = layout_for(model, config.parallel, Mesh(self.device, axes))
+        self.layout = _layout_of(model, traced(config.parallel))
 
     def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
         self.tape.scope = category
@@ -73,7 +97,19 @@ class Tracer:
         made.node = GraphNode(-1, (), 1, None, "")
         return made
 
-    def attach_weights(self, module: FusedModule) -> None:
+    def block(self, layer: int) -> TransformerBlock:
+        """Block `layer`, with weights for this trace."""
+        block = _block_of(self.model, traced(self.parallel), layer)
+        self._attach_weights(block)
+        return block
+
+    def ends(self, stage: Stage) -> Decoder:
+        """The parts of a stage other than its blocks, with weights for this trace."""
+        ends = _ends_of(self.model, traced(self.parallel), stage)
+        self._attach_weights(ends)
+        return ends
+
+    def _attach_weights(self, module: FusedModule) -> None:
         """Replaces the weights of a module and its children with shape tensors."""
         for part in module.modules():
             if isinstance(part, FusedModule):
@@ -93,17 +129,14 @@ class Tracer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Intercepts torch functions and autograd functions."""
-        functions = list(_autograd_functions(torch.autograd.Function))
         usual = loss.chunks, documents.last_queries
         try:
-            for function in functions:
-                function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+            torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
             loss.chunks, documents.last_queries = self._chunks, _last_queries
             with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
         finally:
-            for function in functions:
-                del function.apply  # restores the inherited one
+            torch.autograd.Function.apply = _USUAL_APPLY  # type: ignore[method-assign]
             loss.chunks, documents.last_queries = usual
 
     def _chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
@@ -181,7 +214,7 @@ class _Rules(TorchFunctionMode):
     def __init__(self, tape: Tape, device: torch.device) -> None:
         super().__init__()
         zeros = functools.partial(rules.zeros, (tape, device))
-        self._without_tensors: dict[Any, Any] = {torch.zeros: zeros, torch._C._set_grad_enabled: tape.set_grad_enabled}
+        self._without_tensors: dict[Any, Any] = {torch.zeros: zeros}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._without_tensors.get(function) or RULES.get(function)
@@ -207,21 +240,14 @@ class _Ctx:
         self.without_gradient = tensors
 
 
-def _autograd_functions(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
-    """The autograd functions that boost and its users have defined. Functions derived from these inherit `apply`."""
-    for cls in base.__subclasses__():
-        if cls.__module__.startswith("torch."):
-            yield from _autograd_functions(cls)
-        elif "apply" not in vars(cls):
-            yield cls
+_USUAL_APPLY: Any = vars(torch.autograd.Function)["apply"]
 
 
 def _apply(cls: Any, *inputs: Any) -> Any:
     """Replaces `apply` of autograd functions: runs forward without autograd, then adds one node with the saved tensors."""
     sized = [x for x in inputs if isinstance(x, ShapeTensor)]
     if not sized:
-        usual: Any = vars(torch.autograd.Function)["apply"]
-        return usual.__get__(None, cls)(*inputs)
+        return _USUAL_APPLY.__get__(None, cls)(*inputs)
     tape, grad = sized[0].tape, records(*inputs)
     ctx, place = _Ctx(inputs), tape.place
     tape.place = "norm" if cls is RMSNorm else place

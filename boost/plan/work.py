@@ -5,7 +5,7 @@ Each tensor that an operation reads or writes counts once toward its bytes.
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from boost.config.traffic import ITEMSIZE
 
@@ -27,8 +27,7 @@ SHORT_RUN = 256
 """Run length in elements. Copies with shorter contiguous runs are slower on CPUs."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One operation."""
 
     kernel: str

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from boost.config import Config, load
 from boost.config.schema import OptimConfig
+from boost.config.section import UNTRACED
 from boost.config.stages import stages_of
 from boost.measure import steps
 from boost.measure.memory import MemoryTracker
@@ -20,8 +21,9 @@ from boost.plan.collectives import step_collectives
 from boost.plan.memory import BACKWARD, STEP, SUM, _StepMemory, actions, peak
 from boost.plan.optimizer import work_bytes
 from boost.plan.shape_tensor import NoRuleError, leaf, make
+from boost.plan.structure import traced, traced_config
 from boost.plan.tape import Tape
-from boost.plan.trace import IGNORED_FIELDS, pass_of_block, trace_loss, without_ignored
+from boost.plan.trace import pass_of_block, trace_loss
 from tests import toy
 from tests.distributed import run_distributed
 from tests.fake_memory import measure
@@ -60,14 +62,16 @@ def test_traced_collectives_match_the_table(third: int) -> None:
 def test_traces_are_cached_by_every_field_they_depend_on() -> None:
     """Fields that are not part of the cache key cannot affect a trace, since they are reset before tracing."""
     config = config_of("cola", {"layout": "btp"}, "low-rank", "bfloat16", kv_heads=2, layers=2)
-    for name, ignored in IGNORED_FIELDS.items():
+    for name in ("parallel", "train"):
         section = getattr(config, name)
-        for field in type(section).model_fields:
+        for field, info in type(section).model_fields.items():
             value = getattr(section, field)
             other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else f"{value}-"
             if field != "layout":
-                forgotten = without_ignored(config.changed(**{name: {field: other}})) == without_ignored(config)
-                assert forgotten == (field in ignored), f"{name}.{field}"
+                changed = config.changed(**{name: {field: other}})
+                forgotten = traced_config(changed) == traced_config(config)
+                assert forgotten == (UNTRACED in info.metadata), f"{name}.{field}"
+                assert forgotten == (traced(getattr(changed, name)) is traced(section)), "equal keys are one object"
 
 
 def test_an_operation_without_a_rule_raises() -> None:

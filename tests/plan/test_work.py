@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,7 +199,7 @@ def test_recomputation_has_its_own_phase_and_stops_before_the_last_gemm() -> Non
         found: dict[str, Counter[Work]] = defaultdict(Counter)
         for work, times in block_work(config, 0, policy, on_gpu=True).items():
             assert work.place in PLACES
-            found[work.phase][replace(work, phase="")] += times
+            found[work.phase][work._replace(phase="")] += times
         return found
 
     none, full, kept = (passes(policy) for policy in ("none", "full-block", "low-rank+attention-output"))
