@@ -105,7 +105,7 @@ class BaseLayout:
         self.halves = parallel.overlap == "halves" and (self.size > 1 or mesh.cp.size > 1)
         self.splits = self.halves and not is_inference
         """Whether a collective's start and wait are separate autograd nodes, so that other work can run in between."""
-        start = collectives.start if self.splits else collectives.run
+        start = functools.partial(collectives.start, split=self.splits)
         self.start = functools.partial(start, axis=self.axis)
         """Starts a collective over the TP processes (`collectives.start`)."""
         self.context_axis = ContextAxis(model, parallel, mesh.cp, start) if mesh.cp.size > 1 else None

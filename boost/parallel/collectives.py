@@ -36,18 +36,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from boost.layouts.spec import GATHER, SUM_BACKWARD, SUM_BOTH, Comm
+from boost.layouts.spec import Comm
 from boost.parallel.mesh import Axis
 
 _ops = torch.ops._c10d_functional
 
 
-# Non-differentiable: start a collective without waiting for it. Compiled code reuses a buffer that no later kernel reads, even
+# Non-differentiable: each starts a collective, whose result `wait` returns. Compiled code reuses a buffer that no later kernel reads, even
 # while a collective is in flight, so in compiled code this file's own collectives wait inside their op.
 
 
-def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Starts a non-differentiable sum over the axis. Call `wait` before using the result."""
+def start_all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sums over the axis."""
     x = x.contiguous()
     # gloo's send-before-receive order does not slow down rings of more than two processes.
     if x.device.type in RECEIVES_FIRST and axis.size == 2 and axis.point_to_point:
@@ -55,7 +55,7 @@ def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return _ops.all_reduce(x, "sum", axis.name)
 
 
-def _start_all_gather(x: Tensor, axis: Axis) -> Tensor:
+def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Gathers [n, ...] from every process into [p * n, ...]."""
     x = x.contiguous()
     if x.device.type in RECEIVES_FIRST:
@@ -63,7 +63,7 @@ def _start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     return _ops.all_gather_into_tensor(x, axis.size, axis.name)
 
 
-def _start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Sums [p * n, ...] over the axis and returns this process's rows, [n, ...]."""
     x = x.contiguous()
     if x.device.type in RECEIVES_FIRST:
@@ -71,7 +71,7 @@ def _start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
 
 
-def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
+def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...], the j-th block of n rows for process j -> [p * n, ...], the j-th block from process j."""
     x = x.contiguous()
     if x.device.type in RECEIVES_FIRST:
@@ -89,41 +89,36 @@ wait: Callable[[Tensor], Tensor] = _ops.wait_tensor
 
 
 _START: dict[str, Callable[[Tensor, Axis], Tensor]] = {
-    ALL_REDUCE: begin_all_reduce,
-    ALL_GATHER: _start_all_gather,
-    REDUCE_SCATTER: _start_reduce_scatter,
-    ALL_TO_ALL: _start_all_to_all,
+    ALL_REDUCE: start_all_reduce,
+    ALL_GATHER: start_all_gather,
+    REDUCE_SCATTER: start_reduce_scatter,
+    ALL_TO_ALL: start_all_to_all,
 }
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable sum over the axis. One all-reduce of x."""
-    return wait(begin_all_reduce(x, axis))
+    return wait(start_all_reduce(x, axis))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable: [n, ...] from every process -> [p * n, ...]. One all-gather."""
-    return wait(_start_all_gather(x, axis))
+    return wait(start_all_gather(x, axis))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable: [p * n, ...] summed over the axis -> this process's rows, [n, ...]. One reduce-scatter."""
-    return wait(_start_reduce_scatter(x, axis))
+    return wait(start_reduce_scatter(x, axis))
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...], the j-th block of n rows for process j -> [p * n, ...], the j-th block from process j. One all-to-all."""
-    return wait(_start_all_to_all(x, axis))
+    return wait(start_all_to_all(x, axis))
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> None:
-    """Starts a non-differentiable in-place sum of x over the axis. Call `finish_all_reduce` before using x."""
+def start_all_reduce_(x: Tensor, axis: Axis) -> None:
+    """Non-differentiable: starts an in-place sum of x over the axis. Call `wait(x)` before using x."""
     _ops.all_reduce_(x, "sum", axis.name)
-
-
-def finish_all_reduce(x: Tensor) -> None:
-    """Waits for the sum that `start_all_reduce` started."""
-    wait(x)
 
 
 # For CPUs: collectives built from point-to-point messages, with every receive posted before the sends.
@@ -346,38 +341,22 @@ class InFlight(NamedTuple):
     """Waits for the result and returns it. Call it once."""
 
 
-def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
+def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False, split: bool = True) -> InFlight:
     """Starts a differentiable collective from the table. Both passes wait for it later.
 
     `backward_started`: the consumer of the result starts the backward collective and passes back the in-flight gradient.
+    `split`: whether other work runs before the wait. If not, both passes wait immediately: one autograd node instead of two.
     """
+    if not split:
+        y = _Comm.apply(x, comm, axis, backward_started)
+        return InFlight(lambda: y)
     sent, started = _Start.apply(x, comm, axis)
     return InFlight(lambda: _Wait.apply(sent, started, comm, axis, backward_started))
 
 
-def run(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
-    """Runs a differentiable collective from the table and waits for it immediately, in both passes: one autograd node
-    instead of two.
-
-    `backward_started`: see `start`.
-    """
-    y = _Comm.apply(x, comm, axis, backward_started)
-    return InFlight(lambda: y)
-
-
-def sum_backward(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: identity in the forward pass, all-reduce in the backward pass."""
-    return _Comm.apply(x, SUM_BACKWARD, axis)
-
-
-def sum_both(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: all-reduce in both passes."""
-    return _Comm.apply(x, SUM_BOTH, axis)
-
-
-def gather(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: gathers [n, D] from every process into [p n, D]; backward: reduce-scatters partial gradients."""
-    return _Comm.apply(x, GATHER, axis)
+def run(comm: Comm, x: Tensor, axis: Axis) -> Tensor:
+    """Runs a differentiable collective from the table, as one autograd node."""
+    return _Comm.apply(x, comm, axis)
 
 
 def features_to_rows(parts: Sequence[Tensor], axis: Axis) -> Tensor:

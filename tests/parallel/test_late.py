@@ -130,7 +130,7 @@ def test_processes_that_share_a_gpu(family: str, row: Row) -> None:
 
 def used_too_early(axis: Axis) -> str:
     x = torch.ones(4)
-    y = collectives.begin_all_reduce(x, axis)
+    y = collectives.start_all_reduce(x, axis)
     early = y + 1
     collectives.wait(y)
     return f"{early.isnan().all()} {(y == axis.size).all()}"
@@ -138,7 +138,7 @@ def used_too_early(axis: Axis) -> str:
 
 def written_too_early(axis: Axis) -> str:
     x = torch.ones(2 * axis.size)
-    y = collectives._start_reduce_scatter(x, axis)
+    y = collectives.start_reduce_scatter(x, axis)
     x.zero_()
     try:
         collectives.wait(y)
@@ -148,7 +148,7 @@ def written_too_early(axis: Axis) -> str:
 
 
 def never_waited(axis: Axis) -> str:
-    collectives._start_all_gather(torch.ones(2), axis)
+    collectives.start_all_gather(torch.ones(2), axis)
     return ", ".join(late.never_waited())
 
 

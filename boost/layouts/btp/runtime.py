@@ -33,7 +33,7 @@ from boost.models.kernels import (
     sum_of_squares,
 )
 from boost.parallel import collectives
-from boost.parallel.collectives import begin_all_reduce, wait
+from boost.parallel.collectives import start_all_reduce, wait
 from boost.parallel.mesh import Axis, Mesh
 
 
@@ -44,7 +44,7 @@ class BTP(BaseLayout):
         self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, is_inference: bool = False
     ) -> None:
         super().__init__(spec, model, parallel, mesh, is_inference)
-        self._start_grad_sum = functools.partial(begin_all_reduce, axis=self.axis)
+        self._start_grad_sum = functools.partial(start_all_reduce, axis=self.axis)
         """Starts summing the latents' gradient over processes, before the weight gradients are computed."""
         self._is_sync = parallel.norm == "sync"
         """Whether the norm's statistic has a separate all-reduce."""
@@ -173,7 +173,7 @@ class _StartSum(torch.autograd.Function):
     def forward(
         ctx: Any, u_TR: Tensor, s_T: Tensor, payload: Tensor, carrier: Tensor | None, axis: Axis, width: int, eps: float
     ) -> tuple[Tensor, Tensor]:
-        started = begin_all_reduce(payload, axis)
+        started = start_all_reduce(payload, axis)
         ctx.save_for_backward(started, carrier)
         ctx.tokens, ctx.axis, ctx.width, ctx.eps = s_T.numel(), axis, width, eps
         ctx.mark_non_differentiable(started)
@@ -209,7 +209,7 @@ class _WaitForSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None, None]:
-        return du_TR if ctx.backward_started else begin_all_reduce(du_TR, ctx.axis), None, None, None, None
+        return du_TR if ctx.backward_started else start_all_reduce(du_TR, ctx.axis), None, None, None, None
 
 
 class OnlineSum:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from boost.layouts.runtime import Replicated
-from boost.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD
+from boost.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_BOTH, SUM_FORWARD
 from boost.models.group import Flow, Latents, LinearGroup
 from boost.models.kernels import linear
 from boost.models.latent_gate import LatentGate
@@ -64,7 +64,7 @@ class Vanilla(Replicated):
         """Segment: this process's rows of A norm(x)."""
         normed_TD = self.norm(x, gamma)
         weights = group.inner_weights(group.A)
-        return [linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights]
+        return [linear(collectives.run(SUM_BACKWARD, normed_TD, self.axis), a_RD) for a_RD in weights]
 
     def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """A no-op: the collective already followed B."""
@@ -74,7 +74,7 @@ class Vanilla(Replicated):
         """This process's rows of A if it has all heads or channels; a no-op if a collective precedes them."""
         if self.num_shards > 1 or self.splits:
             return hidden
-        return linear(collectives.sum_backward(hidden, self.axis), group.A)
+        return linear(collectives.run(SUM_BACKWARD, hidden, self.axis), group.A)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """All heads or channels, through this process's rows of A and columns of B, summed over processes."""
@@ -101,10 +101,10 @@ class Vanilla(Replicated):
         else:
             prev = flow.take(group.taken) if group.taken else ()
             if gate.mixes:
-                prev = tuple(collectives.gather(h, self.axis) for h in prev)
+                prev = tuple(collectives.run(GATHER, h, self.axis) for h in prev)
             made = group.policy.local(self._gated_sum, gate, prev, *latents)
             mixed, stats = made[: len(latents)], made[len(latents) :]
-            sums = [collectives.sum_both(stat, self.axis) for stat in stats]
+            sums = [collectives.run(SUM_BOTH, stat, self.axis) for stat in stats]
             outputs, new = group.policy.local(self._norm_act_and_up, group, gate, mixed, sums)
         flow.latents += new
         return outputs
