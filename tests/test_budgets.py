@@ -87,9 +87,9 @@ def forward_of_a_block(config: Config) -> Footprint:
 
 
 BLOCKS = {
-    "single": Footprint(calls=82, functions=40, files=6),
-    "btp": Footprint(calls=120, functions=52, files=6),
-    "btp-sp": Footprint(calls=124, functions=54, files=7),
+    "single": Footprint(calls=80, functions=38, files=7),
+    "btp": Footprint(calls=114, functions=49, files=7),
+    "btp-sp": Footprint(calls=122, functions=51, files=8),
 }
 """One block's forward pass, by layout; all but single on two processes."""
 

@@ -54,8 +54,10 @@ class ObservedLayout(Single):
             self._observe(group, self.norm(flow.x, gamma), ())
         return super().enter(flow, gamma, group)
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        outputs, latents = super().project_in(arrived, prev, group)
+    def project_in(
+        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
+    ) -> tuple[Sequence[Tensor], Latents]:
+        outputs, latents = super().project_in(arrived, prev_TR, group)
         if not group.low_rank:
             self._observe(group, arrived[0], outputs)
         return outputs, latents

@@ -26,9 +26,10 @@ from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.models.attention import Context, FusedHeads, KeysValues, KVCache, attend, split_heads
 from boost.models.fused import FusedModule
-from boost.models.group import Flow, FusedLinearGroup, Latents, LinearGroup, RecomputePolicy, Stream, call
+from boost.models.group import Flow, Latents, LinearGroup, Stream, fused_group
 from boost.models.interface import Layout
 from boost.models.kernels import gated_product
+from boost.models.recompute import RecomputePolicy, call
 
 
 def attention(
@@ -51,7 +52,7 @@ def attention(
     else:  # sequences are sharded over the context axis, so heads, or keys and values, are exchanged around attention
         *q_k_v, latents = qkv.policy.local(_project_qkv, layout, context, qkv, flow.arrived, flow.to_combine)
         yield from layout.enter_attention(flow, [y.flatten(2).flatten(0, 1) for y in q_k_v], context)
-        q_k_v = split_heads(flow.arrived, qkv.head_dim, context.batch)
+        q_k_v = split_heads(flow.arrived, qkv.heads.head_dim, context.batch)
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
         attended, keys_values = qkv.policy.attention(attend, *q_k_v, context, cache, before)
         flow.keys_values += keys_values
@@ -70,21 +71,21 @@ def _attend(
     o: LinearGroup,
     cache: KVCache | None,
     arrived: Latents,
-    prev: Latents,
+    prev_TR: Tensor | None,
     before: KeysValues,
 ) -> tuple[Tensor, Latents, list[tuple[Tensor, Tensor]]]:
     """Segment: latents of q, k, v -> A a for this process's heads, latents for the next block, and keys and values for
     the second half of the sequence."""
-    q, k, v, latents = _project_qkv(layout, context, qkv, arrived, prev)
-    attended, keys_values = attend(q, k, v, context, cache, before)
+    projected, latents = layout.project_in(arrived, prev_TR, qkv)
+    attended, keys_values = attend(*qkv.heads.split(projected, context), context, cache, before)
     return layout.project_out(attended, o), latents, keys_values
 
 
 def _project_qkv(
-    layout: Layout, context: Context, qkv: LinearGroup, arrived: Latents, prev: Latents
+    layout: Layout, context: Context, qkv: LinearGroup, arrived: Latents, prev_TR: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Latents]:
     """Segment: latents of q, k, v -> rotated q and k, v, as heads [B, S, H, E]; latents for the next block."""
-    projected, latents = layout.project_in(arrived, prev, qkv)
+    projected, latents = layout.project_in(arrived, prev_TR, qkv)
     return *qkv.heads.split(projected, context), latents
 
 
@@ -99,10 +100,10 @@ def mlp(
 
 
 def _gate(
-    layout: Layout, gate_up: LinearGroup, down: LinearGroup, silu: bool, arrived: Latents, prev: Latents
+    layout: Layout, gate_up: LinearGroup, down: LinearGroup, silu: bool, arrived: Latents, prev_TR: Tensor | None
 ) -> tuple[Tensor, Latents]:
     """Segment: latents of gate and up -> A (act(gate) up) for this process's channels, latents for the next block."""
-    (gate, up), latents = layout.project_in(arrived, prev, gate_up)
+    (gate, up), latents = layout.project_in(arrived, prev_TR, gate_up)
     return layout.project_out(gated_product(gate, up, silu), down), latents
 
 
@@ -117,17 +118,17 @@ class TransformerBlock(FusedModule):
     ) -> None:
         """`policy`: recomputation policy for training. `layer_index`: index among this decoder's blocks."""
         super().__init__()
-        self.layer_index = layer_index
-        self.mlp_silu = model.mlp_silu
+        self.policy, self.layer_index, self.mlp_silu = policy, layer_index, model.mlp_silu
         prefix = f"layers.{layer}"
         for norm in ("attn_norm", "mlp_norm"):
             self.add_fused_param(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
         shapes = architecture.groups(model, layer)
-        self.qkv, self.o, self.gate_up, self.down = (FusedLinearGroup(model, shape, layer, layout) for shape in shapes)
+        self.qkv, self.o, self.gate_up, self.down = (
+            fused_group(model, shape, layer, layout, policy) for shape in shapes
+        )
         self.qkv.heads = FusedHeads(model, layer, layout)
         for bias in architecture.attention_parameters(model, self.o.shape, prefix):
             self.o.add_fused_param("bias", (bias,), layout)
-        self.recompute(policy)
 
     def recompute(self, policy: RecomputePolicy) -> None:
         """Chooses the recomputation policy for later backward passes."""
@@ -146,7 +147,7 @@ class TransformerBlock(FusedModule):
         cache = context.caches[self.layer_index] if context.caches else None
         yield from attention(layout, flow, context, self.attn_norm, self.qkv, self.o, cache)
         yield from mlp(layout, flow, self.mlp_norm, self.gate_up, self.down, self.mlp_silu)
-        flow.next_block()
+        flow.prev_latents, flow.latents = flow.latents, ()
 
     def forward(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
         """Runs the parts of a micro-batch through this block, interleaved. Returns their streams."""

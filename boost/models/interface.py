@@ -68,7 +68,9 @@ class Layout(Sharding, Protocol):
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
         """norm(x), then the first part of a group, up to its last collective. Sets `arrived` and `to_combine`."""
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def project_in(
+        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
+    ) -> tuple[Sequence[Tensor], Latents]:
         """The rest of the group: one [T, d_out / num_shards] per slot, and the latents for the next block if they are
         computed here."""
 

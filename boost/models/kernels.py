@@ -118,7 +118,8 @@ def using(backend: Backend) -> Iterator[None]:
 
 
 STATISTIC_DTYPE = {
-    getattr(torch, name): getattr(torch, statistic_dtype(name)) for name in ("float16", "bfloat16", "float32", "float64")
+    getattr(torch, name): getattr(torch, statistic_dtype(name))
+    for name in ("float16", "bfloat16", "float32", "float64")
 }
 """Dtype of statistics, by that of the activations."""
 
@@ -132,12 +133,6 @@ def row_sum_of_squares(x_TD: Tensor) -> Tensor:
 def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
     """1 / sqrt(s/d + eps), [T, 1], in the statistic's dtype."""
     return torch.rsqrt(s_T / width + eps).unsqueeze(-1)
-
-
-def _inverse_rms_of(x_TD: Tensor, eps: float) -> Tensor:
-    """`inverse_rms` for whole rows, [T, 1]."""
-    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=STATISTIC_DTYPE[x_TD.dtype])
-    return torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
 
 
 def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
@@ -214,13 +209,15 @@ def row_product(x_TR: Tensor, y_TR: Tensor, dtype: torch.dtype) -> Tensor:
 @Kernel
 def normed(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of whole rows -> (gamma x c, rounded to x's dtype once, c [T, 1])."""
-    c_T1 = _inverse_rms_of(x_TD, eps)
+    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=STATISTIC_DTYPE[x_TD.dtype])
+    c_T1 = torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
     y_TD = (x_TD * c_T1).mul_(gamma_D)
     return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
 
 
 def _normed_traced(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    c_T1 = _inverse_rms_of(x_TD, eps)
+    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=STATISTIC_DTYPE[x_TD.dtype])
+    c_T1 = torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
     y_TD = x_TD * c_T1 * gamma_D
     return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
 

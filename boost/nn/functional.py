@@ -57,7 +57,7 @@ def norm_down_proj(
             latents = linear(rms_norm(rows, gamma, eps), weight)
         else:
             width = axis.size * x.shape[-1]
-            u, s = OnlineSum(rows, [weight], gamma, axis, width, eps).wait()
+            u, s = OnlineSum(rows, weight, gamma, axis, width, eps).wait()
             latents = scale(u, inverse_rms(s, width, eps))
         latents = once_differentiable(latents)
     parts = latents.split([weight.shape[0] for weight in down_weights], dim=-1)

@@ -100,8 +100,8 @@ class OneProcess(Single):
     def norm(self, x_TD: Tensor, gamma: Any) -> Tensor:
         return super().norm(x_TD, gamma) if isinstance(gamma, Tensor) else gamma(x_TD)
 
-    def norm_and_inner(self, x_TD: Tensor, gamma: Any, group: LinearGroup) -> list[Tensor]:
-        return group.inner(self.norm(x_TD, gamma))
+    def norm_and_down(self, x_TD: Tensor, gamma: Any, group: LinearGroup) -> Tensor:
+        return group.down(self.norm(x_TD, gamma))
 
     def loss(self, normed_TD: Tensor, head: Any, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
         if isinstance(head, Tensor):

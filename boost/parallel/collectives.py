@@ -24,6 +24,7 @@ backward pass.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ from boost.parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
-# Non-differentiable: each starts a collective, whose result `wait` returns. Compiled code reuses a buffer that no later kernel reads, even
-# while a collective is in flight, so in compiled code this file's own collectives wait inside their op.
+# Non-differentiable: each starts a collective, whose result `wait` returns. Compiled code reuses a buffer that no later kernel
+# reads, even while a collective is in flight, so in compiled code this file's own collectives wait inside their op.
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -160,10 +161,10 @@ class _Exchange(Work):
         name: str,
         received: Sequence[Tensor] | Tensor,
         sent: Sequence[Tensor] | Tensor,
-        finish: Callable[[int], object],
+        finish: Callable[[], object],
     ) -> None:
         """Posts a receive from every other process, then a send to each. `received` and `sent` hold contiguous tensors by rank.
-        `finish` turns received messages into the result, given this process's rank."""
+        `finish` turns received messages into the result."""
         super().__init__()
         group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
         sequence = last_exchanges[name].sequence + 1 if name in last_exchanges else 1
@@ -183,7 +184,7 @@ class _Exchange(Work):
             for message in messages:
                 message.wait(self._limit)
         finish, self._finish = self._finish, _nothing
-        finish(self.rank)
+        finish()
         return True
 
 
@@ -194,7 +195,7 @@ def _recorded(what: str, latest: LastExchange) -> contextlib.AbstractContextMana
     )
 
 
-def _nothing(rank: int) -> None:
+def _nothing() -> None:
     """Finishes an exchange whose messages are already in place."""
 
 
@@ -203,9 +204,8 @@ def _all_reduce(x: Tensor, blocking: bool, group: str) -> Tensor:
     """Sums over two processes. Both add the same two terms, so the results are bitwise equal."""
     theirs, result = torch.empty_like(x), torch.empty_like(x)
     # `.data` bypasses autograd's version counter: a node may already have saved the result, although it is filled in later.
-    exchange = _Exchange(
-        "all_reduce", x, group, [theirs] * 2, [x] * 2, lambda rank: torch.add(x, theirs, out=result.data)
-    )
+    add = functools.partial(torch.add, x, theirs, out=result.data)
+    exchange = _Exchange("all_reduce", x, group, [theirs] * 2, [x] * 2, add)
     exchange.wait() if blocking else _register_work(result, exchange)
     return result
 
@@ -228,11 +228,12 @@ def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Te
     mine = x.view(processes, x.shape[0] // processes, *x.shape[1:])
     received, result = torch.empty_like(mine), torch.empty_like(mine[0])
 
-    def add(rank: int) -> None:
+    def add() -> None:
+        own = mine[exchange.rank]
         if processes == 2:
-            torch.add(mine[rank], received[1 - rank], out=result.data)
+            torch.add(own, received[1 - exchange.rank], out=result.data)
         else:
-            received[rank].copy_(mine[rank])
+            received[exchange.rank].copy_(own)
             torch.sum(received, 0, out=result.data)
 
     exchange = _Exchange("reduce_scatter", x, group, received, mine, add)

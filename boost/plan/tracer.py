@@ -269,7 +269,7 @@ class TracedLayout:
     def enter(self, flow: Flow, gamma: Any, group: Any) -> Iterator[None]:
         return self._at(group.shape.name, self._layout.enter, flow, gamma, group)
 
-    def project_in(self, arrived: Latents, prev: Latents, group: Any) -> Any:
+    def project_in(self, arrived: Latents, prev: Any, group: Any) -> Any:
         self._tape.place = group.shape.name
         wide = self._layout.project_in(arrived, prev, group)
         self._tape.place = "attention" if group.shape.name == "qkv" else "product"

@@ -21,25 +21,26 @@ class Megatron(Replicated):
     lag = 1
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """norm(x) for all tokens. With grouping, the slots share one collective; otherwise, each slot has its own."""
-        normed = self.norm(flow.x, gamma)
-        copies = [self.start(self.to_shards, normed) for _ in group.shape.slots[: 1 if self.grouping else None]]
+        """norm(x) for all tokens."""
+        normed = self.start(self.to_shards, group.down(self.norm(flow.x, gamma)))
         yield
-        flow.arrived = tuple(copy.wait() for copy in copies)
+        flow.arrived = (normed.wait(),)
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def project_in(
+        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
+    ) -> tuple[Sequence[Tensor], Latents]:
         """Columns of W for this process's heads or channels."""
-        return group.outer(arrived)
+        return group.up(arrived[0])
 
     def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """Rows of W: a partial sum. With overlapped halves, deferred to `leave`."""
-        return hidden if self.splits else group.inner(hidden)[0]
+        return hidden if self.splits else group.down(hidden)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum over processes."""
         if self.splits:
             yield
-            (partial,) = group.inner(partial)
+            partial = group.down(partial)
         update = self.start(self.from_shards, partial)
         yield
         flow.add(update.wait())

@@ -23,15 +23,17 @@ class Single(BaseLayout):
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
         """norm(x), then A if the linears are low-rank."""
-        flow.arrived = tuple(group.policy.local(self.norm_and_inner, flow.x, gamma, group))
-        flow.to_combine = flow.take(group.taken) if group.taken else ()
+        flow.arrived = (group.policy.local(self.norm_and_down, flow.x, gamma, group),)
+        flow.to_combine = flow.take() if group.takes_prev else None
         return NOTHING_IN_FLIGHT
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        return group.outer(arrived, prev)
+    def project_in(
+        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
+    ) -> tuple[Sequence[Tensor], Latents]:
+        return group.up(arrived[0], prev_TR)
 
     def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        return group.inner(hidden)[0]
+        return group.down(hidden)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterable[None]:
         group.update(flow, partial)
