@@ -21,7 +21,7 @@ from boost.layouts.single.runtime import Single
 from boost.models.attention import make_context
 from boost.models.block import TransformerBlock, interleave
 from boost.models.decoder import Decoder
-from boost.models.group import Flow, Latents, LinearGroup, Stream
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs, Stream
 from boost.models.kernels import STATISTIC_DTYPE
 from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
@@ -54,16 +54,14 @@ class ObservedLayout(Single):
             self._observe(group, self.norm(flow.x, gamma), ())
         return super().enter(flow, gamma, group)
 
-    def project_in(
-        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
-    ) -> tuple[Sequence[Tensor], Latents]:
-        outputs, latents = super().project_in(arrived, prev_TR, group)
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
+        outputs, latents = super().up(arrived, group)
         if not group.low_rank:
             self._observe(group, arrived[0], outputs)
         return outputs, latents
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        output = super().project_out(hidden, group)
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        output = super().down(hidden, group)
         self._observe(group, hidden, () if group.low_rank else [output])
         return output
 

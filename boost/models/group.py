@@ -22,6 +22,10 @@ from boost.models.recompute import RecomputePolicy, call
 
 Latents = tuple[Tensor, ...]
 """Latents, one tensor per group of linears; empty for families that pass none from block to block."""
+Outputs = tuple[Sequence[Tensor], Latents]
+"""Outputs of a group of linears, one per slot, and its latents for the next block, if any."""
+Arrived = tuple[Any, ...]
+"""Results of the last collective and what else a layout's next operation needs."""
 
 
 class Stream(NamedTuple):
@@ -44,10 +48,8 @@ class Flow:
         """Queue from which each group in turn takes the latents of the same group in the previous block."""
         self.latents: Latents = ()
         """Latents of this block's groups so far, for the next block."""
-        self.arrived: tuple[Any, ...] = ()
-        """Results of the last collective: the inputs of `Layout.project_in`, or of attention."""
-        self.to_combine: Tensor | None = None
-        """Latents of the previous block that `Layout.project_in` still has to combine with the ones in `arrived`, if any."""
+        self.arrived: Arrived = ()
+        """The inputs of `Layout.up`, or of attention."""
         self.first_half = first_half
         self.keys_values: list[tuple[Tensor, Tensor]] = []
         """Rotated keys and values [B, K, S, E] of a first half, one entry per block, which the second half takes."""
@@ -123,7 +125,7 @@ class LinearGroup:
         prev_TR: Tensor | None = None,
         scale_T1: Tensor | None = None,
         start_grad_sum: StartCollective | None = None,
-    ) -> tuple[Sequence[Tensor], Latents]:
+    ) -> Outputs:
         """u -> (B act(c u), one [T, O] per slot; latents for the next block, if any).
 
         `prev_TR`: the previous block's latents. `scale_T1`: c, the inverse RMS; None: 1. `start_grad_sum`: starts summing the
@@ -155,11 +157,11 @@ class LinearGroup:
 
     def up_segment(
         self, u_TR: Tensor, prev_TR: Tensor | None = None, start_grad_sum: StartCollective | None = None
-    ) -> tuple[Sequence[Tensor], Latents]:
+    ) -> Outputs:
         """`up` as a segment of its own, unless it is one node, which saves only the latents."""
         if self.is_one_node:
             return self.up(u_TR, None, None, start_grad_sum)
-        made: tuple[Sequence[Tensor], Latents] = self.policy.local(self.up, u_TR, prev_TR)
+        made: Outputs = self.policy.local(self.up, u_TR, prev_TR)
         return made
 
     def update(self, flow: Flow, u_TR: Tensor, start_grad_sum: StartCollective | None = None) -> None:
@@ -192,11 +194,9 @@ class Ungrouped(LinearGroup):
     its latents, this one has a tuple with a tensor per slot."""
 
     def down(self, x: Any, a_RI: Tensor | None = None) -> Any:
-        """`x`: one tensor, or one per slot."""
         inputs = x if isinstance(x, tuple) else (x,) * len(self.shape.slots)
-        if not self.low_rank:
-            return inputs
-        return tuple(map(linear, inputs, (self.A if a_RI is None else a_RI).split(list(self.ranks))))
+        factors = (self.A if a_RI is None else a_RI).split(list(self.ranks)) if self.low_rank else ()
+        return tuple(map(linear, inputs, factors)) if self.low_rank else inputs
 
     def up(self, u: Any, prev_TR: Any = None, scale_T1: Any = None, start_grad_sum: Any = None) -> Any:
         if self.is_one_node and torch.is_grad_enabled():
@@ -207,14 +207,22 @@ class Ungrouped(LinearGroup):
 
     def activate(self, u: Any, prev_TR: Tensor | None = None) -> Any:
         if not self.takes_prev and not self.feeds_next:
-            return [F.silu(u_Tr) if self.silu else u_Tr for u_Tr in u], ()
-        h_TR, kept = super().activate(torch.cat(u, dim=-1), prev_TR)
+            return tuple(F.silu(u_Tr) if self.silu else u_Tr for u_Tr in u), ()
+        # A latent gate takes all slots.
+        h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR)
         return h_TR.split(list(self.ranks), dim=-1), kept
 
     def project(self, h: Any) -> Sequence[Tensor]:
         return list(map(linear, h.split(list(self.ranks), dim=-1) if isinstance(h, Tensor) else h, self.weights()))
 
     project_in_one_node = project  # type: ignore[assignment]
+
+
+def kind_of(kind: Any, shape: architecture.GroupSpec, layout: Sharding) -> Any:
+    """A class of groups, ungrouped if the layout says so."""
+    if layout.grouping or len(shape.slots) == 1:
+        return kind
+    return type(f"Ungrouped{kind.__name__}", (Ungrouped, kind), {})
 
 
 class FusedLinearGroup(LinearGroup, FusedModule):
@@ -267,20 +275,3 @@ class FusedDense(Dense, FusedLinearGroup):
             return super().project(h_TR)
         (name,) = self._up
         return linear(h_TR, getattr(self, name)).split([part.rows for part in self.slices[name]], dim=-1)
-
-
-class UngroupedLinears(Ungrouped, FusedLinearGroup):
-    """An ungrouped group in fused parameters."""
-
-
-class UngroupedDense(Ungrouped, FusedDense):
-    """The same, without a bottleneck."""
-
-
-def fused_group(
-    model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding, policy: RecomputePolicy
-) -> FusedLinearGroup:
-    """The linears of one group in one block."""
-    grouping = layout.grouping or len(shape.slots) == 1
-    kinds = (FusedLinearGroup, UngroupedLinears) if model.low_rank else (FusedDense, UngroupedDense)
-    return kinds[not grouping](model, shape, layer, layout, policy)

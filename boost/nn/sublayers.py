@@ -18,7 +18,7 @@ from boost.errors import ConfigError
 from boost.models.attention import Context, Heads, make_context
 from boost.models.block import TransformerBlock, attention, interleave, mlp
 from boost.models.fused import FusedModule, Sharding
-from boost.models.group import Dense, Flow, LinearGroup, Stream, Ungrouped
+from boost.models.group import Dense, Flow, LinearGroup, Stream, kind_of
 from boost.models.init import initialize
 from boost.models.interface import Layout
 from boost.models.kernels import gemms
@@ -138,14 +138,6 @@ class SeparateDense(Dense, SeparateLinears):
     """The same, without a bottleneck."""
 
 
-class UngroupedSeparate(Ungrouped, SeparateLinears):
-    """An ungrouped group in separate modules."""
-
-
-class UngroupedSeparateDense(Ungrouped, SeparateDense):
-    """The same, without a bottleneck."""
-
-
 class CalledLinears(SeparateLinears):
     """A group of linears on one process that are called, as in any PyTorch model, and the norms of their heads. Linears add their
     biases."""
@@ -223,9 +215,8 @@ class Sublayer(FusedModule):
         """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
         prefix, factors = f"layers.{self.layer}", "AB" if self.model.low_rank else "W"
         parameters = zip(*(shape.parameters(prefix, factor) for factor in factors), strict=True)
-        grouping = self.layout.grouping or len(shape.slots) == 1
-        kinds = (SeparateLinears, UngroupedSeparate) if self.model.low_rank else (SeparateDense, UngroupedSeparateDense)
-        group = kinds[not grouping](self, self.spec, self.layer, shape)
+        separate = kind_of(SeparateLinears if self.model.low_rank else SeparateDense, shape, self.layout)
+        group: SeparateLinears = separate(self, self.spec, self.layer, shape)
         for name, stored in zip(group.names, parameters, strict=True):
             linears = [uninitialized_linear(self.spec, each) for each in stored]
             self.add_module(name, linears[0])

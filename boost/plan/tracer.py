@@ -17,7 +17,7 @@ from boost.layouts.runtime import layout_for
 from boost.models import documents, kernels
 from boost.models.attention import Context
 from boost.models.fused import FusedModule
-from boost.models.group import Flow, Latents
+from boost.models.group import Arrived, Flow
 from boost.models.interface import Layout
 from boost.models.kernels import Kernel, RMSNorm
 from boost.parallel import loss
@@ -269,9 +269,9 @@ class TracedLayout:
     def enter(self, flow: Flow, gamma: Any, group: Any) -> Iterator[None]:
         return self._at(group.shape.name, self._layout.enter, flow, gamma, group)
 
-    def project_in(self, arrived: Latents, prev: Any, group: Any) -> Any:
+    def up(self, arrived: Arrived, group: Any) -> Any:
         self._tape.place = group.shape.name
-        wide = self._layout.project_in(arrived, prev, group)
+        wide = self._layout.up(arrived, group)
         self._tape.place = "attention" if group.shape.name == "qkv" else "product"
         return wide
 
@@ -281,9 +281,9 @@ class TracedLayout:
     def leave_attention(self, flow: Flow, attended: Any, context: Context) -> Iterator[None]:
         return self._at("attention", self._layout.leave_attention, flow, attended, context)
 
-    def project_out(self, wide: Any, group: Any) -> Any:
+    def down(self, wide: Any, group: Any) -> Any:
         self._tape.place = group.shape.name
-        return self._layout.project_out(wide, group)
+        return self._layout.down(wide, group)
 
     def leave(self, flow: Flow, partial: Any, group: Any) -> Iterator[None]:
         return self._at(group.shape.name, self._layout.leave, _ResidualFlow(flow), partial, group)

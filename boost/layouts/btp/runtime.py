@@ -10,7 +10,7 @@ Legend: p TP processes, T tokens, D = d/p hidden width on this process, R latent
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from boost.config.traffic import STATISTIC_TERMS
 from boost.layouts import LayoutSpec
 from boost.layouts.runtime import BaseLayout
 from boost.layouts.spec import GATHER, SUM_BOTH
-from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 from boost.models.interface import NOTHING_IN_FLIGHT
 from boost.models.kernels import (
     inverse_rms,
@@ -56,7 +56,6 @@ class BTP(BaseLayout):
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
         """A norm(x), summed over processes: the latents and the statistic that scales them, which shares their all-reduce.
         The norm is applied after A, to T x R elements."""
-        flow.to_combine = flow.take() if group.takes_prev else None
         if self._is_sync:
             yield from self._enter_sync(flow, gamma, group)
             return
@@ -64,21 +63,17 @@ class BTP(BaseLayout):
         if self.grouping:
             sums = OnlineSum(flow.x, group.A, gamma, *options)
             yield
-            flow.arrived = sums.wait()
+            flow.arrived = *sums.wait(), flow.take() if group.takes_prev else None
         else:  # the statistic is sent with every slot
             each = [OnlineSum(flow.x, a_RD, gamma, *options) for a_RD in group.A.split(list(group.ranks))]
             yield
             latents, statistics = zip(*(sums.wait() for sums in each), strict=True)
-            flow.arrived = latents, statistics[0]
+            flow.arrived = latents, statistics[0], flow.take() if group.takes_prev else None
 
-    def project_in(
-        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
-    ) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """act, then B for this process's heads or channels."""
-        if self._is_sync:
-            return group.up(arrived[0], prev_TR, None, self._start_grad_sum)
-        u_TR, s_T = arrived
-        scale_T1 = inverse_rms(s_T, self.model.dim, self.model.norm_eps)
+        u_TR, s_T, prev_TR = arrived
+        scale_T1 = None if s_T is None else inverse_rms(s_T, self.model.dim, self.model.norm_eps)
         return group.up(u_TR, prev_TR, scale_T1, self._start_grad_sum)
 
     def _enter_sync(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
@@ -88,14 +83,14 @@ class BTP(BaseLayout):
         u_TR = group.policy.local(self._norm_and_down_sync, flow.x, statistic.wait(), gamma, group)
         latents = self.start(SUM_BOTH, u_TR, backward_started=group.is_one_node)
         yield
-        flow.arrived = (latents.wait(),)
+        flow.arrived = latents.wait(), None, flow.take() if group.takes_prev else None
 
     def _norm_and_down_sync(self, x_TD: Tensor, s_T: Tensor, gamma_D: Tensor, group: LinearGroup) -> Tensor:
         """Segment: A norm(x) for this process's columns, given the statistic."""
         normed_TD = scale(x_TD, inverse_rms(s_T, self.model.dim, self.model.norm_eps))
         return group.down(normed_TD, (group.A * gamma_D).to(x_TD.dtype))
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A for this process's heads or channels: a partial sum."""
         return group.down(hidden)
 

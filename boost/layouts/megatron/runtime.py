@@ -3,12 +3,12 @@
 Legend: T tokens, d hidden width, O outputs on this process.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from boost.layouts.runtime import Replicated, TokenSharded
-from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 
 
 class Megatron(Replicated):
@@ -26,13 +26,11 @@ class Megatron(Replicated):
         yield
         flow.arrived = (normed.wait(),)
 
-    def project_in(
-        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
-    ) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """Columns of W for this process's heads or channels."""
-        return group.up(arrived[0])
+        return group.up(*arrived)
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """Rows of W: a partial sum. With overlapped halves, deferred to `leave`."""
         return hidden if self.splits else group.down(hidden)
 

@@ -14,7 +14,7 @@ from boost.config.architecture import Slot
 from boost.layouts.runtime import TokenSharded
 from boost.layouts.spec import EXCHANGE, GATHER_REPLICATED
 from boost.layouts.ulysses.spec import CrossingSpec
-from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 from boost.models.kernels import linear
 from boost.parallel.collectives import features_to_rows, heads_for_each, rows_to_features
 
@@ -28,11 +28,11 @@ class Ulysses(TokenSharded):
         return self.spec.crosses_as_heads(slot, self.model, self.parallel)
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """gate and up: the local inputs of `project_in` for this process's tokens. q, k and v: one collective, or one per slot."""
+        """gate and up: the local inputs of `up` for this process's tokens. q, k and v: one collective, or one per slot."""
         u_TR = group.policy.local(self.norm_and_down, flow.x, gamma, group)
-        prev_TR, flow.to_combine = flow.take() if group.takes_prev else None, None
+        prev_TR = flow.take() if group.takes_prev else None
         if not _is_exchanged(group):
-            flow.arrived, flow.to_combine = (u_TR,), prev_TR
+            flow.arrived = u_TR, prev_TR
         elif all(group.as_heads):
             outputs, kept = group.up_segment(u_TR, prev_TR)
             flow.latents += kept
@@ -40,13 +40,11 @@ class Ulysses(TokenSharded):
         else:
             yield from self._send_latents(flow, u_TR, prev_TR, group)
 
-    def project_in(
-        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
-    ) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """q, k and v for this process's heads, or gate and up for its tokens."""
-        return (self._split_by_slot(group, arrived), ()) if _is_exchanged(group) else group.up(arrived[0], prev_TR)
+        return (self._split_by_slot(group, arrived), ()) if _is_exchanged(group) else group.up(*arrived)
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """The MLP's A or W. Heads are sent unchanged."""
         return hidden if _is_exchanged(group) else group.down(hidden)
 
@@ -64,14 +62,10 @@ class Ulysses(TokenSharded):
         if self.is_inference:
             flow.arrived = tuple(y.unflatten(-1, (self.size, -1))[:, self.rank] for y in parts)
             return
-        if self.grouping:
-            heads = self.start(EXCHANGE, features_to_rows(parts, self.axis))
-            yield
-            flow.arrived = (heads.wait(),)
-        else:
-            heads = self.start(EXCHANGE, tuple(features_to_rows([part], self.axis) for part in parts))
-            yield
-            flow.arrived = tuple(heads.wait())
+        sent = [parts] if self.grouping else [[part] for part in parts]
+        exchanged = [self.start(EXCHANGE, features_to_rows(together, self.axis)) for together in sent]
+        yield
+        flow.arrived = tuple(heads.wait() for heads in exchanged)
 
     def _repeat_shared_heads(self, y: Tensor, slot: Slot) -> Tensor:
         """[n, width] -> [n, p w]: each process's heads side by side. Heads that several processes share are repeated."""
@@ -95,20 +89,18 @@ class Ulysses(TokenSharded):
 class BTPCP(Ulysses):
     """Latents are all-gathered before attention and reduce-scattered after it, as under `btp-sp`."""
 
-    def project_in(
-        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
-    ) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """Applies B's rows for this process's heads to slots that received latents. For slots that received heads: a no-op."""
         if group.shape.name != "qkv" or all(group.as_heads):
-            return super().project_in(arrived, prev_TR, group)
+            return super().up(arrived, group)
         if not any(group.as_heads):
-            return group.project_in_one_node(arrived[0]), ()
+            return group.project_in_one_node(*arrived), ()
         received = zip(self._split_by_slot(group, arrived), group.weights(), group.as_heads, strict=True)
         return [x if is_done else linear(x, b) for x, b, is_done in received], ()
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A for this process's heads, a partial sum; otherwise as under `ulysses`."""
-        return group.down(hidden) if _reduces_latents(group) else super().project_out(hidden, group)
+        return group.down(hidden) if _reduces_latents(group) else super().down(hidden, group)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum, scattered to this process's tokens, then act and B; otherwise as under `ulysses`."""
@@ -121,8 +113,7 @@ class BTPCP(Ulysses):
 
     def _send_latents(self, flow: Flow, u_TR: Tensor, prev_TR: Tensor | None, group: LinearGroup) -> Iterator[None]:
         """Sends act(A norm(x)) for this process's tokens or, for projections that send heads, all of their heads. If a group
-        sends both, one all-to-all carries everything (without grouping, one collective per projection). Latents go to
-        every process, as in an all-gather."""
+        sends both, one all-to-all carries everything. Latents go to every process, as in an all-gather."""
         local = group.policy.local
         h_TR, kept = local(group.activate, u_TR, prev_TR) if group.takes_prev else group.activate(u_TR)
         flow.latents += kept
@@ -131,22 +122,10 @@ class BTPCP(Ulysses):
             yield
             flow.arrived = (gathered.wait(),)
             return
-        slots = group.shape.slots
-        own = h_TR.split([slot.rank or 0 for slot in slots], dim=-1) if isinstance(h_TR, Tensor) else h_TR
-        mixed = zip(own, group.weights(), group.as_heads, strict=True)
-        outputs = [linear(x, b) if heads else x for x, b, heads in mixed]
-        if self.grouping or self.is_inference:
-            copies = zip(outputs, group.as_heads, strict=True)
-            yield from self._exchange(
-                flow, [y if heads else torch.cat([y] * self.size, dim=-1) for y, heads in copies], group
-            )
-            return
-        started = []
-        for part, slot, heads in zip(outputs, slots, group.as_heads, strict=True):
-            sent = features_to_rows([self._repeat_shared_heads(part, slot)], self.axis) if heads else part
-            started.append(self.start(EXCHANGE if heads else self.to_shards, sent))
-        yield
-        flow.arrived = tuple(part.wait() for part in started)
+        own = h_TR.split([slot.rank or 0 for slot in group.shape.slots], dim=-1) if self.grouping else h_TR
+        sent = zip(own, group.weights(), group.as_heads, strict=True)
+        outputs = [linear(x, b) if heads else torch.cat([x] * self.size, dim=-1) for x, b, heads in sent]
+        yield from self._exchange(flow, outputs, group)
 
 
 def _is_exchanged(group: LinearGroup) -> bool:

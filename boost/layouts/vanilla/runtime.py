@@ -14,7 +14,7 @@ from torch import Tensor
 
 from boost.layouts.runtime import Replicated
 from boost.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_BOTH, SUM_FORWARD
-from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.group import Arrived, Flow, Latents, LinearGroup, Outputs
 from boost.models.latent_gate import LatentGate
 from boost.parallel import collectives
 
@@ -47,27 +47,21 @@ class Vanilla(Replicated):
         for y_TO, slot in zip(outputs, group.shape.slots, strict=True):
             repeated = collectives.heads_for_each(y_TO, self.model.kv_heads, self.size) if slot.kv else y_TO
             shares.append(repeated.view(repeated.shape[0], self.size, -1).transpose(0, 1))
-        if self.grouping:
-            merged = self.start(SCATTER_SUM, torch.cat(tuple(shares), dim=-1).flatten(0, 1))
-            widths = [share.shape[-1] for share in shares]
-            yield
-            flow.arrived = tuple(merged.wait().split(widths, dim=-1))
-        else:
-            scattered = self.start(SCATTER_SUM, tuple(share.flatten(0, 1) for share in shares))
-            yield
-            flow.arrived = tuple(scattered.wait())
+        sent = [torch.cat(tuple(shares), dim=-1)] if self.grouping else shares
+        sums = [self.start(SCATTER_SUM, part.flatten(0, 1)) for part in sent]
+        yield
+        arrived = [part.wait() for part in sums]
+        flow.arrived = arrived[0].split([x.shape[-1] for x in shares], dim=-1) if self.grouping else tuple(arrived)
 
     def _norm_and_down(self, x: Tensor, gamma: Tensor, group: LinearGroup) -> Tensor:
         """Segment: this process's rows of A norm(x)."""
         return group.down(self.start(SUM_BACKWARD, self.copies(self.norm(x, gamma), group)).wait())
 
-    def project_in(
-        self, arrived: Latents, prev_TR: Tensor | None, group: LinearGroup
-    ) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """A no-op: the collective already followed B."""
         return arrived, ()
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """This process's rows of A if it has all heads or channels; a no-op if a collective precedes them."""
         if self.num_shards > 1 or self.splits:
             return hidden
