@@ -43,40 +43,26 @@ from boost.parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
-# Non-differentiable: each starts a collective, whose result `wait` returns. Compiled code reuses a buffer that no later kernel
-# reads, even while a collective is in flight, so in compiled code this file's own collectives wait inside their op.
+# Non-differentiable.
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sums over the axis."""
+def start_plain(kind: str, x: Tensor, axis: Axis) -> Tensor:
+    """Starts a collective of this kind; `wait` returns its result. Shapes: `all_reduce` and the following functions.
+
+    Compiled code reuses a buffer that no later kernel reads, even while a collective is in flight, so in compiled code this file's
+    own collectives wait inside their op.
+    """
     x = x.contiguous()
-    # gloo's send-before-receive order does not slow down rings of more than two processes.
-    if x.device.type in RECEIVES_FIRST and axis.size == 2 and axis.point_to_point:
-        return torch.ops.boost.all_reduce(x, torch.compiler.is_compiling(), axis.name)
-    return _ops.all_reduce(x, "sum", axis.name)
-
-
-def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Gathers [n, ...] from every process into [p * n, ...]."""
-    x = x.contiguous()
-    if x.device.type in RECEIVES_FIRST:
-        return torch.ops.boost.all_gather(x, axis.size, torch.compiler.is_compiling(), axis.name)
-    return _ops.all_gather_into_tensor(x, axis.size, axis.name)
-
-
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sums [p * n, ...] over the axis and returns this process's rows, [n, ...]."""
-    x = x.contiguous()
-    if x.device.type in RECEIVES_FIRST:
-        return torch.ops.boost.reduce_scatter(x, axis.size, torch.compiler.is_compiling(), axis.name)
-    return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
-
-
-def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[p * n, ...], the j-th block of n rows for process j -> [p * n, ...], the j-th block from process j."""
-    x = x.contiguous()
-    if x.device.type in RECEIVES_FIRST:
-        return torch.ops.boost.all_to_all(x, axis.size, torch.compiler.is_compiling(), axis.name)
+    if x.device.type in RECEIVES_FIRST and not (kind == ALL_REDUCE and (axis.size > 2 or not axis.point_to_point)):
+        return _RECEIVING_FIRST[kind](x, axis.size, torch.compiler.is_compiling(), axis.name)
+    if (
+        kind == ALL_REDUCE
+    ):  # also on CPUs: gloo's send-before-receive order does not slow down rings of more than two processes
+        return _ops.all_reduce(x, "sum", axis.name)
+    if kind == ALL_GATHER:
+        return _ops.all_gather_into_tensor(x, axis.size, axis.name)
+    if kind == REDUCE_SCATTER:
+        return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
     counts = [x.shape[0] // axis.size] * axis.size
     return _ops.all_to_all_single(x, counts, counts, axis.name)
 
@@ -89,32 +75,24 @@ wait: Callable[[Tensor], Tensor] = _ops.wait_tensor
 """Waits for a started collective and returns its result."""
 
 
-_START: dict[str, Callable[[Tensor, Axis], Tensor]] = {
-    ALL_REDUCE: start_all_reduce,
-    ALL_GATHER: start_all_gather,
-    REDUCE_SCATTER: start_reduce_scatter,
-    ALL_TO_ALL: start_all_to_all,
-}
-
-
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable sum over the axis. One all-reduce of x."""
-    return wait(start_all_reduce(x, axis))
+    return wait(start_plain(ALL_REDUCE, x, axis))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable: [n, ...] from every process -> [p * n, ...]. One all-gather."""
-    return wait(start_all_gather(x, axis))
+    return wait(start_plain(ALL_GATHER, x, axis))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable: [p * n, ...] summed over the axis -> this process's rows, [n, ...]. One reduce-scatter."""
-    return wait(start_reduce_scatter(x, axis))
+    return wait(start_plain(REDUCE_SCATTER, x, axis))
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...], the j-th block of n rows for process j -> [p * n, ...], the j-th block from process j. One all-to-all."""
-    return wait(start_all_to_all(x, axis))
+    return wait(start_plain(ALL_TO_ALL, x, axis))
 
 
 def start_all_reduce_(x: Tensor, axis: Axis) -> None:
@@ -200,7 +178,7 @@ def _nothing() -> None:
 
 
 @torch.library.custom_op("boost::all_reduce", mutates_args=())
-def _all_reduce(x: Tensor, blocking: bool, group: str) -> Tensor:
+def _all_reduce(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """Sums over two processes. Both add the same two terms, so the results are bitwise equal."""
     theirs, result = torch.empty_like(x), torch.empty_like(x)
     # `.data` bypasses autograd's version counter: a node may already have saved the result, although it is filled in later.
@@ -254,7 +232,7 @@ def _all_to_all(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
 
 
 @_all_reduce.register_fake
-def _(x: Tensor, blocking: bool, group: str) -> Tensor:
+def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -273,12 +251,20 @@ def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     return torch.empty_like(x)
 
 
+_RECEIVING_FIRST: dict[str, Callable[..., Tensor]] = {
+    ALL_REDUCE: torch.ops.boost.all_reduce,
+    ALL_GATHER: torch.ops.boost.all_gather,
+    REDUCE_SCATTER: torch.ops.boost.reduce_scatter,
+    ALL_TO_ALL: torch.ops.boost.all_to_all,
+}
+
+
 # Differentiable.
 
 
 def _backward(comm: Comm, dy: Tensor, axis: Axis) -> Tensor:
     if comm.backward is not None:
-        return _START[comm.backward](dy, axis)
+        return start_plain(comm.backward, dy, axis)
     if comm.forward != ALL_GATHER:
         return dy
     rows = dy.shape[0] // axis.size  # dy is complete and equal on every process
@@ -292,7 +278,7 @@ class _Comm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis, backward_started: bool = False) -> Tensor:
         ctx.comm, ctx.axis, ctx.backward_started = comm, axis, backward_started
-        return x.view_as(x) if comm.forward is None else wait(_START[comm.forward](x, axis))
+        return x.view_as(x) if comm.forward is None else wait(start_plain(comm.forward, x, axis))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
@@ -311,7 +297,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> tuple[Tensor, Tensor]:
         ctx.comm = comm
-        started = x.view_as(x) if comm.forward is None else _START[comm.forward](x, axis)
+        started = x.view_as(x) if comm.forward is None else start_plain(comm.forward, x, axis)
         ctx.mark_non_differentiable(started)
         return x.view_as(x), started
 

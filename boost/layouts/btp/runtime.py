@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.config.traffic import STATISTIC_TERMS
+from boost.config.traffic import ALL_REDUCE, STATISTIC_TERMS
 from boost.layouts import LayoutSpec
 from boost.layouts.runtime import BaseLayout
 from boost.layouts.spec import GATHER, SUM_BOTH
@@ -32,7 +32,7 @@ from boost.models.kernels import (
     sum_of_squares,
 )
 from boost.parallel import collectives
-from boost.parallel.collectives import start_all_reduce, wait
+from boost.parallel.collectives import start_plain, wait
 from boost.parallel.mesh import Axis, Mesh
 
 
@@ -43,7 +43,7 @@ class BTP(BaseLayout):
         self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh, is_inference: bool = False
     ) -> None:
         super().__init__(spec, model, parallel, mesh, is_inference)
-        self._start_grad_sum = functools.partial(start_all_reduce, axis=self.axis)
+        self._start_grad_sum = functools.partial(start_plain, ALL_REDUCE, axis=self.axis)
         """Starts summing the latents' gradient over processes, before the weight gradients are computed."""
         self._is_sync = parallel.norm == "sync"
         """Whether the norm's statistic has a separate all-reduce."""
@@ -141,7 +141,7 @@ class _StartSum(torch.autograd.Function):
             u, rest = payload.split((tokens * latents, statistic.numel()))
             rest.copy_(statistic)
             u_TR = torch.mm(x_TD, weight_DR, out=u.view(tokens, latents))
-        started = start_all_reduce(payload, axis)
+        started = start_plain(ALL_REDUCE, payload, axis)
         ctx.save_for_backward(x_TD, a_RD, gamma_D, started)
         ctx.axis, ctx.width, ctx.eps = axis, width, eps
         ctx.mark_non_differentiable(started)
@@ -179,7 +179,7 @@ class _WaitForSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-        return du_TR if ctx.backward_started else start_all_reduce(du_TR, ctx.axis), None, None, None
+        return du_TR if ctx.backward_started else start_plain(ALL_REDUCE, du_TR, ctx.axis), None, None, None
 
 
 class OnlineSum:
