@@ -298,8 +298,7 @@ class Heads:
     q_norm: Tensor
     k_norm: Tensor
 
-    def describe(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
-        """Sets the attributes that follow from the configuration."""
+    def __init__(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
         self.head_dim, self.eps = model.head_dim, model.norm_eps
         self.has_biases, self.has_norms = model.attn_bias != "none", model.qk_norm
         self.has_rope = layer not in model.nope_layers
@@ -326,7 +325,7 @@ class FusedHeads(Heads, FusedModule):
 
     def __init__(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
         FusedModule.__init__(self)
-        self.describe(model, layer, layout)
+        Heads.__init__(self, model, layer, layout)
         qkv, *_ = architecture.groups(model, layer)
         for parameter in architecture.attention_parameters(model, qkv, f"layers.{layer}"):
             self.add_fused_param("_".join(parameter.name.split(".")[-2:]), (parameter,), layout)

@@ -80,7 +80,7 @@ class LinearGroup:
     """For o, if it `adds_bias`."""
     latent_gate: LatentGate | None
     """Combines this group's latents with those of the previous block."""
-    ranks: Sequence[int]
+    ranks: list[int]
     """Local latent width of each slot."""
 
     def __init__(
@@ -146,7 +146,7 @@ class LinearGroup:
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
         """B h, one [T, O] per slot."""
         weights = self.weights()
-        parts = h_TR.split(list(self.ranks), dim=-1) if len(weights) > 1 else (h_TR,)
+        parts = h_TR.split(self.ranks, dim=-1) if len(weights) > 1 else (h_TR,)
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(parts, weights, strict=True)]
 
     def project_in_one_node(self, h_TR: Tensor) -> Sequence[Tensor]:
@@ -195,8 +195,9 @@ class Ungrouped(LinearGroup):
 
     def down(self, x: Any, a_RI: Tensor | None = None) -> Any:
         inputs = x if isinstance(x, tuple) else (x,) * len(self.shape.slots)
-        factors = (self.A if a_RI is None else a_RI).split(list(self.ranks)) if self.low_rank else ()
-        return tuple(map(linear, inputs, factors)) if self.low_rank else inputs
+        if not self.low_rank:
+            return inputs
+        return tuple(map(linear, inputs, (self.A if a_RI is None else a_RI).split(self.ranks)))
 
     def up(self, u: Any, prev_TR: Any = None, scale_T1: Any = None, start_grad_sum: Any = None) -> Any:
         if self.is_one_node and torch.is_grad_enabled():
@@ -206,14 +207,14 @@ class Ungrouped(LinearGroup):
         return super().up(scaled, prev_TR)
 
     def activate(self, u: Any, prev_TR: Tensor | None = None) -> Any:
-        if not self.takes_prev and not self.feeds_next:
-            return tuple(F.silu(u_Tr) if self.silu else u_Tr for u_Tr in u), ()
+        if not self.low_rank:
+            return u, ()
         # A latent gate takes all slots.
         h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR)
-        return h_TR.split(list(self.ranks), dim=-1), kept
+        return h_TR.split(self.ranks, dim=-1), kept
 
     def project(self, h: Any) -> Sequence[Tensor]:
-        return list(map(linear, h.split(list(self.ranks), dim=-1) if isinstance(h, Tensor) else h, self.weights()))
+        return list(map(linear, h, self.weights()))
 
     project_in_one_node = project  # type: ignore[assignment]
 

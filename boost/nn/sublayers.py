@@ -5,6 +5,7 @@ The mathematics is the same as in `boost.models`, but the linears in a group are
 Legend: B sequences, S tokens per sequence, T = B * S, D width of the residual stream held here: dim, or dim / p if it is sharded.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -55,7 +56,7 @@ class SeparateHeads(Heads):
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int) -> None:
         self._owner = owner
-        self.describe(spec.model, layer, spec.layout)
+        super().__init__(spec.model, layer, spec.layout)
 
     def __getattr__(self, name: str) -> Tensor:
         slot, _, kind = name.partition("_")
@@ -100,7 +101,7 @@ class SeparateLinears(LinearGroup):
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     @property
-    def ranks(self) -> Sequence[int]:  # type: ignore[override]
+    def ranks(self) -> list[int]:  # type: ignore[override]
         return [module.out_features for module in self.modules("A")]
 
     def weights(self) -> list[Tensor]:
@@ -143,8 +144,8 @@ class CalledLinears(SeparateLinears):
     biases."""
 
     def __init__(self, group: SeparateLinears, batch: int) -> None:
-        heads = Heads()
-        heads.__dict__ = {**group.heads.__dict__, "has_biases": False, "has_norms": False}
+        heads = copy.copy(group.heads)
+        heads.has_biases = heads.has_norms = False
         self.__dict__ = {**group.__dict__, "is_one_node": False, "adds_bias": False, "heads": heads}
         self._batch = batch
 

@@ -65,7 +65,7 @@ class BTP(BaseLayout):
             yield
             flow.arrived = *sums.wait(), flow.take() if group.takes_prev else None
         else:  # the statistic is sent with every slot
-            each = [OnlineSum(flow.x, a_RD, gamma, *options) for a_RD in group.A.split(list(group.ranks))]
+            each = [OnlineSum(flow.x, a_RD, gamma, *options) for a_RD in group.A.split(group.ranks)]
             yield
             latents, statistics = zip(*(sums.wait() for sums in each), strict=True)
             flow.arrived = latents, statistics[0], flow.take() if group.takes_prev else None
