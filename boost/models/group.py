@@ -207,8 +207,8 @@ class Ungrouped(LinearGroup):
         return super().up(scaled, prev_TR)
 
     def activate(self, u: Any, prev_TR: Tensor | None = None) -> Any:
-        if not self.low_rank:
-            return u, ()
+        if not self.takes_prev and not self.feeds_next:
+            return tuple(F.silu(u_Tr) if self.silu else u_Tr for u_Tr in u), ()
         # A latent gate takes all slots.
         h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR)
         return h_TR.split(self.ranks, dim=-1), kept
