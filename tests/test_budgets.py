@@ -127,7 +127,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=765, functions=164, files=30)
+STEP = Footprint(calls=756, functions=160, files=30)
 """One step of `boost train` on one process, with its hooks and its look at the lock on the run directory."""
 
 
