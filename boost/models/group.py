@@ -112,7 +112,7 @@ class LinearGroup:
         previous block's latents nor pass to the next block."""
 
     def weights(self) -> Sequence[Tensor]:
-        """The weights that produce this process's heads or channels (B, or W of a dense group), one per slot, as stored."""
+        """The weights of `up` (B, or W of a dense group), one per slot, as stored; none if `down` has them all."""
         raise NotImplementedError
 
     def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
