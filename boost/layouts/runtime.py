@@ -37,7 +37,7 @@ def layout_for(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Layo
 
 def start_each(comm: Comm, x: Any, **options: Any) -> InFlight:
     """Starts one collective per tensor, for groups that have a tuple of one per slot (`boost.models.group.Ungrouped`)."""
-    if isinstance(x, Tensor):
+    if not isinstance(x, tuple):
         return collectives.start(comm, x, **options)
     in_flight = [collectives.start(comm, part, **options) for part in x]
     return InFlight(lambda: tuple(part.wait() for part in in_flight))  # type: ignore[arg-type,return-value]

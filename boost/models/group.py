@@ -211,7 +211,7 @@ class Ungrouped(LinearGroup):
             return tuple(F.silu(u_Tr) if self.silu else u_Tr for u_Tr in u), ()
         # A latent gate takes all slots.
         h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR)
-        return h_TR.split(self.ranks, dim=-1), kept
+        return tuple(h_TR.split(self.ranks, dim=-1)), kept
 
     def project(self, h: Any) -> Sequence[Tensor]:
         return list(map(linear, h, self.weights()))

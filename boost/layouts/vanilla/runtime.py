@@ -8,6 +8,7 @@ collectives of linears that share an input.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,13 +100,13 @@ class Vanilla(Replicated):
         flow.latents += kept
         return outputs
 
-    def _gated_sum(self, gate: LatentGate, prev_TR: Tensor, u_TR: Tensor) -> tuple[Tensor, Tensor]:
+    def _gated_sum(self, gate: LatentGate, prev_TR: Tensor, u_TR: Any) -> tuple[Tensor, Tensor]:
         """Segment: u + G(h), and its statistics. The gate needs this process's shard of each of the previous block's latents or,
         if it mixes, each one whole."""
         prev = prev_TR.split(gate.ranks, dim=-1)
         if gate.mixes:
             prev = [collectives.rows_to_features(part, self.axis) for part in prev]
-        mixed_TR = gate.gated_sum(u_TR if isinstance(u_TR, Tensor) else torch.cat(u_TR, dim=-1), prev)
+        mixed_TR = gate.gated_sum(torch.cat(u_TR, dim=-1) if isinstance(u_TR, tuple) else u_TR, prev)
         return mixed_TR, gate.norm_stats(mixed_TR)
 
     def _norm_act_and_project(
