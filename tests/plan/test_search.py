@@ -96,8 +96,8 @@ def test_skipped_choices_are_never_better() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [pytest.param("a100-80g", marks=pytest.mark.nightly), "h100-80g"])
 def test_skipped_choices_are_never_better_at_real_sizes(gpu: str) -> None:
-    """Ungrouped linears (under btp with a sync norm, as in the paper: with an online norm, the sum of one slot's latents hides behind
-    the next slot's GEMM, which gains 1% at 30B) and weights cast at each use, for 1B to 30B, TP 2 and a full node."""
+    """Ungrouped linears (under btp with a sync norm, as in the paper: with an online norm, the sum of one slot's latents hides
+    behind the next slot's GEMM, which gains 1% at 30B) and weights cast at each use, for 1B to 30B, TP 2 and a full node."""
     hardware = load_hardware(gpu)
     predictor = Predictor(hardware)
     for size, layout, tp, micro_batch in itertools.product(
