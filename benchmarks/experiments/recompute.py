@@ -37,8 +37,8 @@ from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.models.kernels import BACKENDS, using
+from boost.models.recompute import POLICIES
 from boost.parallel.mesh import Mesh
-from boost.parallel.recompute import POLICIES
 from boost.parallel.weights import WorkingCopies
 from boost.plan.categories import LOGITS, SAVED, WEIGHTS, short_role
 from boost.plan.memory import memory

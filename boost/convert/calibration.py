@@ -21,8 +21,8 @@ from boost.layouts.single.runtime import Single
 from boost.models.attention import make_context
 from boost.models.block import TransformerBlock, interleave
 from boost.models.decoder import Decoder
-from boost.models.group import Flow, Latents, LinearGroup, Stream
-from boost.models.kernels import statistic_dtype
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs, Stream
+from boost.models.kernels import STATISTIC_DTYPE
 from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
 
@@ -54,14 +54,14 @@ class ObservedLayout(Single):
             self._observe(group, self.norm(flow.x, gamma), ())
         return super().enter(flow, gamma, group)
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        outputs, latents = super().project_in(arrived, prev, group)
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
+        outputs, latents = super().up(arrived, group)
         if not group.low_rank:
             self._observe(group, arrived[0], outputs)
         return outputs, latents
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        output = super().project_out(hidden, group)
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        output = super().down(hidden, group)
         self._observe(group, hidden, () if group.low_rank else [output])
         return output
 
@@ -172,7 +172,7 @@ def weigh(x_TN: Tensor, s_T: Tensor) -> Tensor:
 def add_moment(into_NN: Tensor, x_TN: Tensor, y_TN: Tensor | None = None) -> None:
     """Adds x^T y of one batch (x^T x if `y_TN` is None) to an fp64 sum. Sums over one batch's tokens in the inputs' dtype, but
     at least fp32: the rounding error is far below `boost.convert.spectrum.DAMPING`, and fp64 would take most of the time."""
-    dtype = statistic_dtype(x_TN.dtype)
+    dtype = STATISTIC_DTYPE[x_TN.dtype]
     x_TN = x_TN.to(dtype)
     into_NN += x_TN.T @ (x_TN if y_TN is None else y_TN.to(dtype))
 

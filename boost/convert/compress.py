@@ -45,6 +45,7 @@ from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
+from boost.models.kernels import STATISTIC_DTYPE
 from boost.parallel.mesh import Mesh
 from boost.train.evaluate import evaluate
 from boost.train.hardware import total_memory
@@ -143,7 +144,7 @@ class CompressedWeights:
 
 def dense_decoder(weights: Weights, device: torch.device) -> Decoder:
     """Returns the model to factorize, in one process and in fp32 or wider. Raises ConfigError if a weight is not finite."""
-    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    dtype = STATISTIC_DTYPE[weights.dtype]
     decoder = new_decoder(weights.model, dtype, device)
     with torch.no_grad():
         for fused in progress(list(fused_params(decoder)), "read weights"):

@@ -35,6 +35,14 @@ def layout_for(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Layo
     return layout
 
 
+def start_each(comm: Comm, x: Any, **options: Any) -> InFlight:
+    """Starts one collective per tensor, for groups that have a tuple of one per slot (`boost.models.group.Ungrouped`)."""
+    if not isinstance(x, tuple):
+        return collectives.start(comm, x, **options)
+    in_flight = [collectives.start(comm, part, **options) for part in x]
+    return InFlight(lambda: tuple(part.wait() for part in in_flight))  # type: ignore[arg-type,return-value]
+
+
 class ContextAxis:
     """Attention over the context-parallel (CP) axis: exchanges heads, or gathers keys and values
     (`boost.config.attention`). One collective precedes attention and, if heads are exchanged, another follows it.
@@ -105,7 +113,7 @@ class BaseLayout:
         self.halves = parallel.overlap == "halves" and (self.size > 1 or mesh.cp.size > 1)
         self.splits = self.halves and not is_inference
         """Whether a collective's start and wait are separate autograd nodes, so that other work can run in between."""
-        start = collectives.start if self.splits else collectives.run
+        start = functools.partial(collectives.start if self.grouping else start_each, split=self.splits)
         self.start = functools.partial(start, axis=self.axis)
         """Starts a collective over the TP processes (`collectives.start`)."""
         self.context_axis = ContextAxis(model, parallel, mesh.cp, start) if mesh.cp.size > 1 else None
@@ -129,6 +137,10 @@ class BaseLayout:
         assert context.share is not None
         return self.context_axis.leave(flow, attended, context.share, context.batch)
 
+    def copies(self, x: Tensor, group: LinearGroup) -> Any:
+        """x, or without grouping one x per slot, each of which has its own gradient."""
+        return x if self.grouping else (x,) * len(group.shape.slots)
+
     def placement(self, role: str) -> Placement:
         return self.spec.placement(role, self.model, self.parallel)
 
@@ -145,9 +157,9 @@ class BaseLayout:
         """RMSNorm of whole rows."""
         return rms_norm(x_TD, gamma_D, self.model.norm_eps)
 
-    def norm_and_inner(self, x_TD: Tensor, gamma_D: Tensor, group: LinearGroup) -> list[Tensor]:
+    def norm_and_down(self, x_TD: Tensor, gamma_D: Tensor, group: LinearGroup) -> Tensor:
         """Segment: A norm(x) for whole rows."""
-        return group.inner(rms_norm(x_TD, gamma_D, self.model.norm_eps))
+        return group.down(rms_norm(x_TD, gamma_D, self.model.norm_eps))
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
         """Each process computes the logits for its own shard of the vocabulary."""

@@ -20,7 +20,7 @@ from boost.config.attention import chunks_of
 from boost.config.schema import ModelConfig
 from boost.models.documents import Documents, causal, documents_of
 from boost.models.fused import FusedModule, Sharding
-from boost.models.kernels import Kernel, normed_backward, rotary
+from boost.models.kernels import STATISTIC_DTYPE, Kernel, normed_backward, rotary
 
 KeysValues = tuple[Tensor, Tensor] | tuple[()]
 """Rotated keys and values [B, K, S, E] of the first half of each sequence, used by the second half; empty if not needed."""
@@ -256,7 +256,7 @@ def make_context(
     Angles are computed in fp32 (fp64 for fp64 activations) regardless of `dtype`. Rotary positions are relative, so positions
     do not restart at each document.
     """
-    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    acc_dtype = STATISTIC_DTYPE[dtype]
     half = positions.to(acc_dtype).unsqueeze(-1) * rotary_frequencies(model, acc_dtype, positions.device)
     half = half.unsqueeze(-2)  # the same for all heads
     cos, sin = half.cos().to(dtype), half.sin().to(dtype)
@@ -298,8 +298,7 @@ class Heads:
     q_norm: Tensor
     k_norm: Tensor
 
-    def describe(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
-        """Sets the attributes that follow from the configuration."""
+    def __init__(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
         self.head_dim, self.eps = model.head_dim, model.norm_eps
         self.has_biases, self.has_norms = model.attn_bias != "none", model.qk_norm
         self.has_rope = layer not in model.nope_layers
@@ -326,7 +325,7 @@ class FusedHeads(Heads, FusedModule):
 
     def __init__(self, model: ModelConfig, layer: int, layout: Sharding) -> None:
         FusedModule.__init__(self)
-        self.describe(model, layer, layout)
+        Heads.__init__(self, model, layer, layout)
         qkv, *_ = architecture.groups(model, layer)
         for parameter in architecture.attention_parameters(model, qkv, f"layers.{layer}"):
             self.add_fused_param("_".join(parameter.name.split(".")[-2:]), (parameter,), layout)
@@ -348,7 +347,7 @@ def normed_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """RMSNorm of every head of q and k (qk-norm, arXiv 2302.05442) -> (both, rounded to their dtype once; 1 / RMS, [..., 1]). One
     device kernel for each of them."""
-    dtype, made = torch.float64 if q_BSHE.dtype == torch.float64 else torch.float32, []
+    dtype, made = STATISTIC_DTYPE[q_BSHE.dtype], []
     for x, gamma_E in ((q_BSHE, gamma_q_E), (k_BSKE, gamma_k_E)):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
         c = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))

@@ -4,9 +4,9 @@ micro-batch run through them.
 A sublayer projects norm(x) in, does its local work, and projects the result out:
 
     h = act(A norm(x))        layout.enter: A, and the collective that makes latents complete
-    q, k, v = B h             layout.project_in
+    q, k, v = B h             layout.up
     a = attention(q, k, v)
-    u = A a                   layout.project_out
+    u = A a                   layout.down
     x = x + B act(u)          layout.leave: the collective, and B
 
 A block's functions are generators. A bare `yield` means that a collective is in flight, so the other half of the micro-batch
@@ -26,9 +26,10 @@ from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.models.attention import Context, FusedHeads, KeysValues, KVCache, attend, split_heads
 from boost.models.fused import FusedModule
-from boost.models.group import Flow, FusedLinearGroup, Latents, LinearGroup, RecomputePolicy, Stream, call
+from boost.models.group import Arrived, Flow, FusedDense, FusedLinearGroup, Latents, LinearGroup, Stream, kind_of
 from boost.models.interface import Layout
 from boost.models.kernels import gated_product
+from boost.models.recompute import RecomputePolicy, call
 
 
 def attention(
@@ -45,18 +46,18 @@ def attention(
     if context.share is None:
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
         partial, latents, keys_values = qkv.policy.attention(
-            _attend, layout, context, qkv, o, cache, flow.arrived, flow.to_combine, before
+            _attend, layout, context, qkv, o, cache, flow.arrived, before
         )
         flow.keys_values += keys_values
     else:  # sequences are sharded over the context axis, so heads, or keys and values, are exchanged around attention
-        *q_k_v, latents = qkv.policy.local(_project_qkv, layout, context, qkv, flow.arrived, flow.to_combine)
+        *q_k_v, latents = qkv.policy.local(_project_qkv, layout, context, qkv, flow.arrived)
         yield from layout.enter_attention(flow, [y.flatten(2).flatten(0, 1) for y in q_k_v], context)
-        q_k_v = split_heads(flow.arrived, qkv.head_dim, context.batch)
+        q_k_v = split_heads(flow.arrived, qkv.heads.head_dim, context.batch)
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
         attended, keys_values = qkv.policy.attention(attend, *q_k_v, context, cache, before)
         flow.keys_values += keys_values
         yield from layout.leave_attention(flow, attended, context)
-        partial = layout.project_out(flow.arrived[0], o)
+        partial = layout.down(flow.arrived[0], o)
     flow.latents += latents
     yield from layout.leave(flow, partial, o)  # delivers the sum of A a; then B and the residual update
     if o.adds_bias:
@@ -69,22 +70,21 @@ def _attend(
     qkv: LinearGroup,
     o: LinearGroup,
     cache: KVCache | None,
-    arrived: Latents,
-    prev: Latents,
+    arrived: Arrived,
     before: KeysValues,
 ) -> tuple[Tensor, Latents, list[tuple[Tensor, Tensor]]]:
     """Segment: latents of q, k, v -> A a for this process's heads, latents for the next block, and keys and values for
     the second half of the sequence."""
-    q, k, v, latents = _project_qkv(layout, context, qkv, arrived, prev)
-    attended, keys_values = attend(q, k, v, context, cache, before)
-    return layout.project_out(attended, o), latents, keys_values
+    projected, latents = layout.up(arrived, qkv)
+    attended, keys_values = attend(*qkv.heads.split(projected, context), context, cache, before)
+    return layout.down(attended, o), latents, keys_values
 
 
 def _project_qkv(
-    layout: Layout, context: Context, qkv: LinearGroup, arrived: Latents, prev: Latents
+    layout: Layout, context: Context, qkv: LinearGroup, arrived: Arrived
 ) -> tuple[Tensor, Tensor, Tensor, Latents]:
     """Segment: latents of q, k, v -> rotated q and k, v, as heads [B, S, H, E]; latents for the next block."""
-    projected, latents = layout.project_in(arrived, prev, qkv)
+    projected, latents = layout.up(arrived, qkv)
     return *qkv.heads.split(projected, context), latents
 
 
@@ -93,17 +93,17 @@ def mlp(
 ) -> Iterator[None]:
     """x + down(act(gate) up), where gate and up are projections of norm(x); act is SiLU or the identity."""
     yield from layout.enter(flow, gamma, gate_up)
-    partial, latents = gate_up.policy.local(_gate, layout, gate_up, down, silu, flow.arrived, flow.to_combine)
+    partial, latents = gate_up.policy.local(_gate, layout, gate_up, down, silu, flow.arrived)
     flow.latents += latents
     yield from layout.leave(flow, partial, down)
 
 
 def _gate(
-    layout: Layout, gate_up: LinearGroup, down: LinearGroup, silu: bool, arrived: Latents, prev: Latents
+    layout: Layout, gate_up: LinearGroup, down: LinearGroup, silu: bool, arrived: Arrived
 ) -> tuple[Tensor, Latents]:
     """Segment: latents of gate and up -> A (act(gate) up) for this process's channels, latents for the next block."""
-    (gate, up), latents = layout.project_in(arrived, prev, gate_up)
-    return layout.project_out(gated_product(gate, up, silu), down), latents
+    (gate, up), latents = layout.up(arrived, gate_up)
+    return layout.down(gated_product(gate, up, silu), down), latents
 
 
 class TransformerBlock(FusedModule):
@@ -117,17 +117,18 @@ class TransformerBlock(FusedModule):
     ) -> None:
         """`policy`: recomputation policy for training. `layer_index`: index among this decoder's blocks."""
         super().__init__()
-        self.layer_index = layer_index
-        self.mlp_silu = model.mlp_silu
+        self.policy, self.layer_index, self.mlp_silu = policy, layer_index, model.mlp_silu
         prefix = f"layers.{layer}"
         for norm in ("attn_norm", "mlp_norm"):
             self.add_fused_param(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
-        shapes = architecture.groups(model, layer)
-        self.qkv, self.o, self.gate_up, self.down = (FusedLinearGroup(model, shape, layer, layout) for shape in shapes)
+        kind = FusedLinearGroup if model.low_rank else FusedDense
+        self.qkv, self.o, self.gate_up, self.down = (
+            kind_of(kind, shape, layout)(model, shape, layer, layout, policy)
+            for shape in architecture.groups(model, layer)
+        )
         self.qkv.heads = FusedHeads(model, layer, layout)
         for bias in architecture.attention_parameters(model, self.o.shape, prefix):
             self.o.add_fused_param("bias", (bias,), layout)
-        self.recompute(policy)
 
     def recompute(self, policy: RecomputePolicy) -> None:
         """Chooses the recomputation policy for later backward passes."""
@@ -146,7 +147,7 @@ class TransformerBlock(FusedModule):
         cache = context.caches[self.layer_index] if context.caches else None
         yield from attention(layout, flow, context, self.attn_norm, self.qkv, self.o, cache)
         yield from mlp(layout, flow, self.mlp_norm, self.gate_up, self.down, self.mlp_silu)
-        flow.next_block()
+        flow.prev_latents, flow.latents = flow.latents, ()
 
     def forward(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
         """Runs the parts of a micro-batch through this block, interleaved. Returns their streams."""

@@ -17,8 +17,9 @@ from boost.config.stages import Stage, whole
 from boost.models.attention import CacheRows, Context, KVCache, NextTokenRows, PromptRows, SequenceShare, make_context
 from boost.models.block import TransformerBlock, flows_of, interleave
 from boost.models.fused import FusedModule, local_kv_heads
-from boost.models.group import NO_RECOMPUTE, Flow, LinearGroup, RecomputePolicy, Stream
+from boost.models.group import Flow, LinearGroup, Stream
 from boost.models.interface import Layout, Teaching
+from boost.models.recompute import NO_RECOMPUTE, RecomputePolicy
 
 
 class Decoder(FusedModule):
@@ -181,7 +182,7 @@ class Decoder(FusedModule):
 
     def received_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
         """Shapes of the tensors received from the previous stage for `tokens` tokens: the residual stream and latents."""
-        return self._boundary(layout, tokens, [group for group in self._groups_of(0) if group.latent_gate is not None])
+        return self._boundary(layout, tokens, [group for group in self._groups_of(0) if group.takes_prev])
 
     def sent_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
         """Shapes of the tensors that this stage sends to the next one."""
@@ -193,7 +194,8 @@ class Decoder(FusedModule):
         return block.groups
 
     def _boundary(self, layout: Layout, tokens: int, groups: Sequence[LinearGroup]) -> list[tuple[int, int]]:
-        return [layout.residual_shape(tokens), *(s for group in groups for s in group.latent_shapes(layout, tokens))]
+        ranks = [sum(group.shape.ranks) for group in groups]
+        return [layout.residual_shape(tokens), *(layout.latent_shape(rank, tokens) for rank in ranks)]
 
     def _context(
         self,

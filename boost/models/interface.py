@@ -11,7 +11,7 @@ from torch import Tensor
 from boost.layouts import LayoutSpec
 from boost.models.attention import Context, SequenceShare
 from boost.models.fused import Sharding
-from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 
 
 class Teaching(NamedTuple):
@@ -43,10 +43,10 @@ class Layout(Sharding, Protocol):
     """One way to shard the decoder over TP ranks: `spec` describes placement and communication; this class implements both.
 
     Operations that communicate return an iterable (usually a generator) that pauses while a collective is in flight. They
-    store their results in the flow. In the forward pass, `project_in` and `project_out` do not communicate, except that
-    `project_in` gathers latents that were saved sharded.
+    store their results in the flow. In the forward pass, `up` and `down` do not communicate, except that
+    `up` gathers latents that were saved sharded.
 
-    T is the number of tokens in the micro-batch. `project_in` returns all T tokens and 1/num_shards of the heads or channels (or,
+    T is the number of tokens in the micro-batch. `up` returns all T tokens and 1/num_shards of the heads or channels (or,
     for an MLP that stays token-sharded, T/p tokens and all channels). With a context axis, T is the number of local tokens, and
     attention has its own collectives.
     """
@@ -66,9 +66,9 @@ class Layout(Sharding, Protocol):
         """Turns x from tokens (int64, [T]) into their embedding in `dtype`, the activations' dtype, so nothing wider is sent."""
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
-        """norm(x), then the first part of a group, up to its last collective. Sets `arrived` and `to_combine`."""
+        """norm(x), then the first part of a group, up to its last collective. Sets `arrived`."""
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """The rest of the group: one [T, d_out / num_shards] per slot, and the latents for the next block if they are
         computed here."""
 
@@ -79,7 +79,7 @@ class Layout(Sharding, Protocol):
     def leave_attention(self, flow: Flow, attended: Tensor, context: Context) -> Iterable[None]:
         """Redistributes attention's output: `arrived` holds all heads of this TP rank for the local tokens."""
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """Heads or channels [T, d_in / num_shards] through the first part of a group, up to its first collective."""
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterable[None]:

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from boost.config.traffic import statistic_dtype
+
 log = logging.getLogger("boost")
 
 Backend = Callable[["Kernel", tuple[Any, ...]], Any]
@@ -115,28 +117,22 @@ def using(backend: Backend) -> Iterator[None]:
 # Building blocks of kernels.
 
 
-def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of statistics: fp32, or fp64 for fp64 activations."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+STATISTIC_DTYPE = {
+    getattr(torch, name): getattr(torch, statistic_dtype(name))
+    for name in ("float16", "bfloat16", "float32", "float64")
+}
+"""Dtype of statistics, by that of the activations."""
 
 
 def row_sum_of_squares(x_TD: Tensor) -> Tensor:
     """Sum of x^2 for each row, [T], in the statistic's dtype."""
     # vector_norm accumulates in the wider dtype without copying x to it.
-    dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=dtype).square()
+    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=STATISTIC_DTYPE[x_TD.dtype]).square()
 
 
 def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
     """1 / sqrt(s/d + eps), [T, 1], in the statistic's dtype."""
     return torch.rsqrt(s_T / width + eps).unsqueeze(-1)
-
-
-def _inverse_rms_of(x_TD: Tensor, eps: float) -> Tensor:
-    """`inverse_rms` for whole rows, [T, 1]."""
-    dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype)
-    return torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
 
 
 def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
@@ -213,13 +209,15 @@ def row_product(x_TR: Tensor, y_TR: Tensor, dtype: torch.dtype) -> Tensor:
 @Kernel
 def normed(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of whole rows -> (gamma x c, rounded to x's dtype once, c [T, 1])."""
-    c_T1 = _inverse_rms_of(x_TD, eps)
+    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=STATISTIC_DTYPE[x_TD.dtype])
+    c_T1 = torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
     y_TD = (x_TD * c_T1).mul_(gamma_D)
     return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
 
 
 def _normed_traced(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    c_T1 = _inverse_rms_of(x_TD, eps)
+    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=STATISTIC_DTYPE[x_TD.dtype])
+    c_T1 = torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
     y_TD = x_TD * c_T1 * gamma_D
     return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
 
@@ -337,13 +335,13 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor]:
         (tokens_T,) = ctx.saved_tensors
-        dy_acc_TD = dy_TD.to(statistic_dtype(dy_TD.dtype))
+        dy_acc_TD = dy_TD.to(STATISTIC_DTYPE[dy_TD.dtype])
         return None, torch.ops.aten.embedding_dense_backward(dy_acc_TD, tokens_T, ctx.rows, -1, False).to(ctx.dtype)
 
 
 def lookup(tokens_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
     """Differentiable lookup: rows [T, D] of a table, cast to `dtype`."""
-    if table_VD.dtype == statistic_dtype(table_VD.dtype):
+    if table_VD.dtype == STATISTIC_DTYPE[table_VD.dtype]:
         return F.embedding(tokens_T, table_VD).to(dtype)
     rows: Tensor = _Lookup.apply(tokens_T, table_VD)
     return rows.to(dtype)

@@ -26,8 +26,8 @@ EPS = 1e-6
 class LatentGate(FusedModule):
     """Combines one group's latents with the previous block's, using a gate and a LayerNorm per slot.
 
-    Latents are one tensor for the whole group, or one per slot. A layout that shards latents calls `gated_sum`, `norm_stats`
-    and `apply_norm` with its collectives in between; `forward` does the same work for whole latents.
+    A layout that shards latents calls `gated_sum`, `norm_stats` and `apply_norm` with its collectives in between; `forward` does
+    the same work for whole latents.
     """
 
     norm_weight: Tensor
@@ -46,35 +46,23 @@ class LatentGate(FusedModule):
         norms = stored["norm_weight"]
         self.ranks = tuple(local_shape(norm, layout.placement(norm.role), layout.size)[0] for norm in norms)
 
-    def forward(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
-        """LayerNorm(u + G(h)) for each tensor, if this process holds whole latents."""
-        mixed = self.gated_sum(latents, list(self._by_slot(prev_latents)))
-        return [self._layer_norm(v, slots) for v, slots in zip(mixed, self.slots_of(latents), strict=True)]
+    def forward(self, u_TR: Tensor, prev_TR: Tensor) -> Tensor:
+        """LayerNorm(u + G(h)), if this process holds whole latents."""
+        return self._layer_norm(self.gated_sum(u_TR, prev_TR.split(self.ranks, dim=-1)))
 
-    def gated_sum(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
-        """u + G(h). `prev_latents`: one whole latent [T, r] per slot, or this process's shard if the gate does not mix."""
-        gated = [self._gated(h, slot) for slot, h in enumerate(prev_latents)]
-        beside = [[gated[slot] for slot in slots] for slots in self.slots_of(latents)]
-        return [u + (g[0] if len(g) == 1 else torch.cat(g, dim=-1)) for u, g in zip(latents, beside, strict=True)]
+    def gated_sum(self, u_TR: Tensor, prev: Sequence[Tensor]) -> Tensor:
+        """u + G(h). `prev`: one whole latent [T, r] per slot, or this process's shard if the gate does not mix."""
+        gated = [self._gated(h_Tr, slot) for slot, h_Tr in enumerate(prev)]
+        return u_TR + (gated[0] if len(gated) == 1 else torch.cat(gated, dim=-1))
 
-    def norm_stats(self, mixed: Tensor, slots: range) -> Tensor:
+    def norm_stats(self, mixed_TR: Tensor) -> Tensor:
         """Sums of the elements in this process's shard of each latent, and of their squares, [T, 2 slots], fp64."""
-        return _NormStats.apply(mixed, tuple(self.ranks[slot] for slot in slots))
+        return _NormStats.apply(mixed_TR, self.ranks)
 
-    def apply_norm(self, mixed: Tensor, norm_stats: Tensor, slots: range) -> Tensor:
+    def apply_norm(self, mixed_TR: Tensor, norm_stats: Tensor) -> Tensor:
         """LayerNorm for this process's shard of the latents, given the statistics of whole latents."""
-        widths = tuple((self.ranks[slot], self.whole_ranks[slot]) for slot in slots)
-        return _ApplyNorm.apply(mixed, norm_stats, *self._norm(slots), widths)
-
-    def slots_of(self, latents: Sequence[Tensor]) -> list[range]:
-        """Indices of the slots in each tensor: all slots, or one per tensor."""
-        if len(latents) == 1:
-            return [range(len(self.ranks))]
-        return [range(slot, slot + 1) for slot in range(len(self.ranks))]
-
-    def _by_slot(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        for tensor, slots in zip(tensors, self.slots_of(tensors), strict=True):
-            yield from tensor.split([self.ranks[slot] for slot in slots], dim=-1)
+        widths = tuple(zip(self.ranks, self.whole_ranks, strict=True))
+        return _ApplyNorm.apply(mixed_TR, norm_stats, *self.norm_params(), widths)
 
     def _gated(self, h_Tr: Tensor, slot: int) -> Tensor:
         """G(h) for one slot: this process's rows."""
@@ -95,23 +83,19 @@ class LatentGate(FusedModule):
         parameter: Tensor = getattr(self, f"{name}_{self._names[slot]}")
         return parameter
 
-    def _layer_norm(self, mixed: Tensor, slots: range) -> Tensor:
-        ranks = [self.ranks[slot] for slot in slots]
-        if len(set(ranks)) == 1:
-            normed = F.layer_norm(mixed.unflatten(-1, (len(ranks), ranks[0])), (ranks[0],), eps=EPS).flatten(1)
+    def _layer_norm(self, mixed_TR: Tensor) -> Tensor:
+        if len(set(self.ranks)) == 1:
+            parts = mixed_TR.unflatten(-1, (len(self.ranks), self.ranks[0]))
+            normed = F.layer_norm(parts, self.ranks[:1], eps=EPS).flatten(1)
         else:
-            parts = mixed.split(ranks, dim=-1)
-            normed = torch.cat([F.layer_norm(v, (r,), eps=EPS) for v, r in zip(parts, ranks, strict=True)], dim=-1)
-        weight, bias = self._norm(slots)
+            slots = zip(mixed_TR.split(self.ranks, dim=-1), self.ranks, strict=True)
+            normed = torch.cat([F.layer_norm(v, (r,), eps=EPS) for v, r in slots], dim=-1)
+        weight, bias = self.norm_params()
         return torch.addcmul(bias.to(normed.dtype), normed, weight.to(normed.dtype))
 
-    def _norm(self, slots: range) -> tuple[Tensor, Tensor]:
-        """LayerNorm's weight and bias, for all slots or for one."""
-        if len(slots) == len(self.ranks):
-            return self.norm_weight, self.norm_bias
-        (slot,) = slots
-        weight, bias = (self.slices[name][slot] for name in ("norm_weight", "norm_bias"))
-        return weight.view(self.norm_weight), bias.view(self.norm_bias)
+    def norm_params(self) -> tuple[Tensor, Tensor]:
+        """LayerNorm's weight and bias, for all slots."""
+        return self.norm_weight, self.norm_bias
 
 
 class _NormStats(torch.autograd.Function):

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from boost.errors import ConfigError
 from boost.layouts.btp.runtime import OnlineSum
+from boost.layouts.spec import SUM_BOTH
 from boost.models.kernels import inverse_rms, linear, rms_norm, scale
 from boost.nn.spec import autocast_resolved, tp_axis
 from boost.nn.weights import once_differentiable, own_shard
@@ -56,7 +57,7 @@ def norm_down_proj(
             latents = linear(rms_norm(rows, gamma, eps), weight)
         else:
             width = axis.size * x.shape[-1]
-            u, s = OnlineSum(rows, [weight], gamma, axis, width, eps).wait()
+            u, s = OnlineSum(rows, weight, gamma, axis, width, eps).wait()
             latents = scale(u, inverse_rms(s, width, eps))
         latents = once_differentiable(latents)
     parts = latents.split([weight.shape[0] for weight in down_weights], dim=-1)
@@ -69,7 +70,7 @@ def down_proj(x: Tensor, down_weight: Tensor, *, mesh: TP = None) -> Tensor:
     axis = tp_axis(mesh)
     with autocast_resolved(x.device, x.dtype) as dtype:
         u = linear(x.to(dtype), own_shard(down_weight))
-        return u if axis.size == 1 else once_differentiable(collectives.sum_both(u, axis))
+        return u if axis.size == 1 else once_differentiable(collectives.run(SUM_BOTH, u, axis))
 
 
 def up_proj(latents: Tensor, up_weight: Tensor, *, activation: str = "none") -> Tensor:

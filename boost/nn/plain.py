@@ -19,7 +19,7 @@ from boost.layouts.single.runtime import Single
 from boost.models.fused import fused_params
 from boost.models.group import Flow, LinearGroup
 from boost.models.interface import NOTHING_IN_FLIGHT, Teaching
-from boost.models.kernels import statistic_dtype
+from boost.models.kernels import STATISTIC_DTYPE
 
 WITH_WEIGHT = (nn.Linear, nn.Embedding, nn.RMSNorm)
 WEIGHTS = (nn.Parameter, Tensor, DTensor)
@@ -100,13 +100,13 @@ class OneProcess(Single):
     def norm(self, x_TD: Tensor, gamma: Any) -> Tensor:
         return super().norm(x_TD, gamma) if isinstance(gamma, Tensor) else gamma(x_TD)
 
-    def norm_and_inner(self, x_TD: Tensor, gamma: Any, group: LinearGroup) -> list[Tensor]:
-        return group.inner(self.norm(x_TD, gamma))
+    def norm_and_down(self, x_TD: Tensor, gamma: Any, group: LinearGroup) -> Tensor:
+        return group.down(self.norm(x_TD, gamma))
 
     def loss(self, normed_TD: Tensor, head: Any, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
         if isinstance(head, Tensor):
             return super().loss(normed_TD, head, targets_T, teaching)
-        logits_TV = head(normed_TD).to(statistic_dtype(normed_TD.dtype))
+        logits_TV = head(normed_TD).to(STATISTIC_DTYPE[normed_TD.dtype])
         return F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORED, reduction="sum")
 
     def all_logits(self, normed_TD: Tensor, head: Any) -> Tensor:

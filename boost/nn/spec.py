@@ -17,9 +17,9 @@ from boost.errors import ConfigError
 from boost.layouts import layouts_of, local_shape
 from boost.layouts.runtime import layout_for
 from boost.models.interface import Layout
+from boost.models.recompute import POLICIES
 from boost.nn.plain import OneProcess
 from boost.parallel.mesh import Axis, Mesh
-from boost.parallel.recompute import POLICIES
 
 FFN_MULTIPLE = 32
 

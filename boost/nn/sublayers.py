@@ -5,6 +5,7 @@ The mathematics is the same as in `boost.models`, but the linears in a group are
 Legend: B sequences, S tokens per sequence, T = B * S, D width of the residual stream held here: dim, or dim / p if it is sharded.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -18,16 +19,16 @@ from boost.errors import ConfigError
 from boost.models.attention import Context, Heads, make_context
 from boost.models.block import TransformerBlock, attention, interleave, mlp
 from boost.models.fused import FusedModule, Sharding
-from boost.models.group import NO_RECOMPUTE, Flow, LinearGroup, Stream
+from boost.models.group import Dense, Flow, LinearGroup, Stream, kind_of
 from boost.models.init import initialize
 from boost.models.interface import Layout
 from boost.models.kernels import gemms
 from boost.models.latent_gate import LatentGate
+from boost.models.recompute import POLICIES
 from boost.nn.linear import LowRankLinear
 from boost.nn.plain import call, difference, is_read
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.weights import local_weight, once_differentiable, shard_weights
-from boost.parallel.recompute import POLICIES
 
 
 class Gate(LatentGate):
@@ -44,17 +45,10 @@ class Gate(LatentGate):
     def _slot_param(self, name: str, slot: int) -> Tensor:
         return local_weight(self, f"{name}_{self._names[slot]}")
 
-    def _norm(self, slots: range) -> tuple[Tensor, Tensor]:
+    def norm_params(self) -> tuple[Tensor, Tensor]:
+        slots = range(len(self.ranks))
         weight, bias = ([self._slot_param(name, slot) for slot in slots] for name in ("norm_weight", "norm_bias"))
         return torch.cat(weight), torch.cat(bias)
-
-    def __call__(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> Any:
-        return super().__call__(*latents, *prev_latents)  # hooks see tensors only
-
-    def forward(self, *tensors: Tensor) -> Any:  # type: ignore[override]
-        """As many latents, then the previous block's."""
-        count = len(tensors) // 2
-        return tuple(super().forward(tensors[:count], tensors[count:]))
 
 
 class SeparateHeads(Heads):
@@ -62,7 +56,7 @@ class SeparateHeads(Heads):
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int) -> None:
         self._owner = owner
-        self.describe(spec.model, layer, spec.layout)
+        super().__init__(spec.model, layer, spec.layout)
 
     def __getattr__(self, name: str) -> Tensor:
         slot, _, kind = name.partition("_")
@@ -84,7 +78,7 @@ class SeparateLinears(LinearGroup):
         """`owner` has the linears as child modules q_proj, k_proj, ..., and the latent gate."""
         self._owner, self.names = owner, [f"{slot.name.partition('.')[2]}_proj" for slot in shape.slots]
         self._gate = f"{shape.name}_gate"
-        self.describe(spec.model, shape, layer, spec.layout)
+        super().__init__(spec.model, shape, layer, spec.layout, POLICIES[spec.recompute])
         self.heads = SeparateHeads(owner, spec, layer)
         self._norms = ("q_norm", "k_norm") if shape.name == "qkv" and self.heads.has_norms else ()
 
@@ -103,22 +97,22 @@ class SeparateLinears(LinearGroup):
 
     @property
     def A(self) -> Tensor:  # type: ignore[override]
-        weights = [local_weight(module) for module in self.modules("A")]
+        weights = [local_weight(module) for module in self.modules("A" if self.low_rank else "W")]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     @property
-    def ranks_here(self) -> Sequence[int]:
+    def ranks(self) -> list[int]:  # type: ignore[override]
         return [module.out_features for module in self.modules("A")]
 
     def weights(self) -> list[Tensor]:
         weights = [local_weight(module) for module in self.modules("B" if self.low_rank else "W")]
         return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
 
-    def inner(self, x_TI: Tensor) -> list[Tensor]:
-        if self.low_rank and self.is_one_tensor and not torch.is_grad_enabled():
-            # During generation, concatenating the A factors for each token would take longer than multiplying by them.
-            return [gemms([(x_TI, local_weight(module).to(x_TI.dtype).t()) for module in self.modules("A")])]
-        return super().inner(x_TI)
+    def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled() or a_RI is not None or not self.low_rank:
+            return super().down(x_TI, a_RI)
+        # During generation, concatenating the A factors for each token would take longer than multiplying by them.
+        return gemms([(x_TI, local_weight(module).to(x_TI.dtype).t()) for module in self.modules("A")])
 
     def changed(self, inside: bool = True) -> str | None:
         """The first module that is not plain, with the difference; None: all are plain. `inside` includes factors, the norms of
@@ -141,39 +135,51 @@ class SeparateLinears(LinearGroup):
         return what and f"{self._gate} {what}"
 
 
+class SeparateDense(Dense, SeparateLinears):
+    """The same, without a bottleneck."""
+
+
 class CalledLinears(SeparateLinears):
-    """A group of linears on one process that are called, as in any PyTorch model, and the norms of their heads. If latents pass
-    between blocks, which no linear as a whole knows, A, the latent gate and B are called; else whole linears, as if they were
-    dense. Linears add their biases."""
+    """A group of linears on one process that are called, as in any PyTorch model, and the norms of their heads. Linears add their
+    biases."""
 
     def __init__(self, group: SeparateLinears, batch: int) -> None:
-        """Raises ConfigError if a whole linear is not plain, but other blocks use its latents."""
-        by_factors = group.feeds_next or group.latent_gate is not None
-        if by_factors and (what := group.changed(inside=False)):
-            raise ConfigError(f"{what}, but other blocks use its latents; change its factors A or B instead")
-        heads = Heads()
-        heads.__dict__ = {**group.heads.__dict__, "has_biases": False, "has_norms": False}
-        changes = {"low_rank": by_factors, "saves_latents_only": False, "adds_bias": False, "heads": heads}
-        self.__dict__ = {**group.__dict__, **changes}
+        heads = copy.copy(group.heads)
+        heads.has_biases = heads.has_norms = False
+        self.__dict__ = {**group.__dict__, "is_one_node": False, "adds_bias": False, "heads": heads}
         self._batch = batch
 
-    def inner(self, x_TI: Tensor) -> list[Tensor]:
-        if not self.low_rank:
-            return super().inner(x_TI)
-        latents = [call(module, x_TI, self._batch) for module in self.modules("A")]
-        return [torch.cat(latents, dim=-1)] if self.is_one_tensor else latents
+    def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
+        return torch.cat([call(module, x_TI, self._batch) for module in self.modules("A")], dim=-1)
 
-    def project(self, h: Sequence[Tensor]) -> list[Tensor]:
-        return self._outputs("B", h[0].split(list(self.shape.ranks), dim=-1) if self.is_one_tensor else h)
+    def project(self, h_TR: Tensor) -> Sequence[Tensor]:
+        return self.outputs("B", h_TR.split(list(self.shape.ranks), dim=-1))
 
-    def dense(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return self._outputs("W", [inputs[0]] * len(self.names))
-
-    def _outputs(self, kind: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def outputs(self, kind: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         y = [call(module, x, self._batch) for module, x in zip(self.modules(kind), inputs, strict=True)]
         for slot, norm in enumerate(self.modules("norm")):
-            y[slot] = call(norm, y[slot].unflatten(-1, (-1, self.head_dim)), self._batch).flatten(1)
+            y[slot] = call(norm, y[slot].unflatten(-1, (-1, self.heads.head_dim)), self._batch).flatten(1)
         return y
+
+
+class CalledDense(Dense, CalledLinears):
+    """The same, for whole linears, which may be low-rank: no other block uses their latents."""
+
+    def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
+        return x_TI if self.shape.side == "enter" else self.outputs("W", [x_TI])[0]
+
+    def project(self, h_TR: Tensor) -> Sequence[Tensor]:
+        return (h_TR,) if self.shape.side == "leave" else self.outputs("W", [h_TR] * len(self.names))
+
+
+def called(group: SeparateLinears, batch: int) -> CalledLinears:
+    """If latents pass between blocks, which no linear as a whole knows, A, the latent gate and B are called; else whole linears.
+    Raises ConfigError if a whole linear is not plain, but other blocks use its latents."""
+    if not group.feeds_next and not group.takes_prev:
+        return CalledDense(group, batch)
+    if what := group.changed(inside=False):
+        raise ConfigError(f"{what}, but other blocks use its latents; change its factors A or B instead")
+    return CalledLinears(group, batch)
 
 
 Groups = tuple[LinearGroup, LinearGroup]
@@ -210,7 +216,8 @@ class Sublayer(FusedModule):
         """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
         prefix, factors = f"layers.{self.layer}", "AB" if self.model.low_rank else "W"
         parameters = zip(*(shape.parameters(prefix, factor) for factor in factors), strict=True)
-        group = SeparateLinears(self, self.spec, self.layer, shape)
+        separate = kind_of(SeparateLinears if self.model.low_rank else SeparateDense, shape, self.layout)
+        group: SeparateLinears = separate(self, self.spec, self.layer, shape)
         for name, stored in zip(group.names, parameters, strict=True):
             linears = [uninitialized_linear(self.spec, each) for each in stored]
             self.add_module(name, linears[0])
@@ -232,7 +239,6 @@ class Sublayer(FusedModule):
             self.describe_child(f"{path}.bias", parameter, self.layout)
         if architecture.has_latent_gate(self.model, self.layer):
             self.add_module(f"{shape.name}_gate", Gate(self.model, shape, prefix, self.layout))
-        group.recompute(NO_RECOMPUTE)
         return group
 
     def forward(self, x: Tensor, *prev: Tensor, batch: int | None = None, run: "Run | None" = None) -> Any:
@@ -256,7 +262,7 @@ class Sublayer(FusedModule):
         if is_read(what and f"layers.{self.layer}.{self.name}.{what}", self.spec.tp.size):
             return self.run_groups(layout, flow, context, local_weight(self.norm), self.groups)
         norm = functools.partial(call, self.norm, batch=context.batch)
-        first, second = (CalledLinears(group, context.batch) for group in self.groups)
+        first, second = (called(group, context.batch) for group in self.groups)
         return self.run_groups(layout, flow, context, norm, (first, second))
 
 
@@ -361,7 +367,7 @@ class Block(TransformerBlock):
         self.layer_index = layer
         self.attn = LowRankAttention(self.spec, layer, _alone=False)
         self.mlp = LowRankMLP(self.spec, layer, _alone=False)
-        self.recompute(POLICIES[self.spec.recompute])
+        self.policy = POLICIES[self.spec.recompute]
         if _alone:
             initialize(self, self.spec.seed)  # type: ignore[arg-type]
             shard_weights(self, self.spec)
@@ -385,11 +391,11 @@ class Block(TransformerBlock):
             if layout.halves:
                 name = f"layers.{self.layer_index}.{kind.name}"
                 raise ConfigError(f"{name} {what}: overlap = 'halves' does not call it; attach it to the block")
-            before = [Stream(flow.x, flow.take(sum(group.taken for group in sublayer.groups)))]
+            before = [Stream(flow.x, tuple(flow.take() for group in sublayer.groups if group.takes_prev))]
             made = sublayer(*_tensors(layout, before, [context]), run=(layout, [context]))
             ((flow.x, latents),) = _streams(made, 1)
             flow.latents += latents
-        flow.next_block()
+        flow.prev_latents, flow.latents = flow.latents, ()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """A decoder passes (layout, streams, contexts). Hooks, wrappers and FSDP get the tensors in the streams."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from boost.errors import ConfigError
+from boost.layouts.spec import SUM_BACKWARD
 from boost.models.fused import FusedModule
 from boost.nn.spec import Spec
 from boost.parallel import collectives
@@ -45,7 +46,7 @@ class GradientSums:
         """
         if self.is_deferred:
             return weight.to_local(grad_placements=[Partial()])
-        return collectives.sum_backward(weight.to_local(grad_placements=[Replicate()]), self._axis)
+        return collectives.run(SUM_BACKWARD, weight.to_local(grad_placements=[Replicate()]), self._axis)
 
 
 def shard_weights(module: nn.Module, spec: Spec) -> GradientSums:

@@ -22,6 +22,7 @@ from boost.config import Config
 from boost.config.factors import deal_grams, is_factor
 from boost.config.optimizers import MuonConfig
 from boost.models.fused import FusedParam
+from boost.models.kernels import STATISTIC_DTYPE
 from boost.optim.adamw import Optimizer, build_adamw, decays, zeros
 from boost.optim.factors import Factor, FactorBuckets, FactorUnit, solve_all
 from boost.parallel.mesh import Mesh
@@ -47,7 +48,7 @@ class Muon(Optimizer):
         super().__init__(build_adamw([s for s in fused_params if not is_factor(s.slices[0].parameter.role)], optim))
         self._decaying: list[Tensor] = [s.tensor for s in pairs if decays(s, optim)]
         self.moments |= {s.tensor: zeros(s.tensor, (MOMENTUM,)) for s in pairs}
-        dtype = torch.float64 if pairs[0].tensor.dtype == torch.float64 else torch.float32
+        dtype = STATISTIC_DTYPE[pairs[0].tensor.dtype]
         self.factors = FactorBuckets(fused_params, optim, mesh, dtype)
 
     @torch.no_grad()

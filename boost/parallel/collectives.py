@@ -24,6 +24,7 @@ backward pass.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,46 +37,32 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from boost.layouts.spec import GATHER, SUM_BACKWARD, SUM_BOTH, Comm
+from boost.layouts.spec import Comm
 from boost.parallel.mesh import Axis
 
 _ops = torch.ops._c10d_functional
 
 
-# Non-differentiable: start a collective without waiting for it. Compiled code reuses a buffer that no later kernel reads, even
-# while a collective is in flight, so in compiled code this file's own collectives wait inside their op.
+# Non-differentiable.
 
 
-def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Starts a non-differentiable sum over the axis. Call `wait` before using the result."""
+def start_plain(kind: str, x: Tensor, axis: Axis) -> Tensor:
+    """Starts a collective of this kind; `wait` returns its result. Shapes: `all_reduce` and the following functions.
+
+    Compiled code reuses a buffer that no later kernel reads, even while a collective is in flight, so in compiled code this file's
+    own collectives wait inside their op.
+    """
     x = x.contiguous()
-    # gloo's send-before-receive order does not slow down rings of more than two processes.
-    if x.device.type in RECEIVES_FIRST and axis.size == 2 and axis.point_to_point:
-        return torch.ops.boost.all_reduce(x, torch.compiler.is_compiling(), axis.name)
-    return _ops.all_reduce(x, "sum", axis.name)
-
-
-def _start_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Gathers [n, ...] from every process into [p * n, ...]."""
-    x = x.contiguous()
-    if x.device.type in RECEIVES_FIRST:
-        return torch.ops.boost.all_gather(x, axis.size, torch.compiler.is_compiling(), axis.name)
-    return _ops.all_gather_into_tensor(x, axis.size, axis.name)
-
-
-def _start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sums [p * n, ...] over the axis and returns this process's rows, [n, ...]."""
-    x = x.contiguous()
-    if x.device.type in RECEIVES_FIRST:
-        return torch.ops.boost.reduce_scatter(x, axis.size, torch.compiler.is_compiling(), axis.name)
-    return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
-
-
-def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[p * n, ...], the j-th block of n rows for process j -> [p * n, ...], the j-th block from process j."""
-    x = x.contiguous()
-    if x.device.type in RECEIVES_FIRST:
-        return torch.ops.boost.all_to_all(x, axis.size, torch.compiler.is_compiling(), axis.name)
+    if x.device.type in RECEIVES_FIRST and not (kind == ALL_REDUCE and (axis.size > 2 or not axis.point_to_point)):
+        return _RECEIVING_FIRST[kind](x, axis.size, torch.compiler.is_compiling(), axis.name)
+    if (
+        kind == ALL_REDUCE
+    ):  # also on CPUs: gloo's send-before-receive order does not slow down rings of more than two processes
+        return _ops.all_reduce(x, "sum", axis.name)
+    if kind == ALL_GATHER:
+        return _ops.all_gather_into_tensor(x, axis.size, axis.name)
+    if kind == REDUCE_SCATTER:
+        return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
     counts = [x.shape[0] // axis.size] * axis.size
     return _ops.all_to_all_single(x, counts, counts, axis.name)
 
@@ -88,42 +75,29 @@ wait: Callable[[Tensor], Tensor] = _ops.wait_tensor
 """Waits for a started collective and returns its result."""
 
 
-_START: dict[str, Callable[[Tensor, Axis], Tensor]] = {
-    ALL_REDUCE: begin_all_reduce,
-    ALL_GATHER: _start_all_gather,
-    REDUCE_SCATTER: _start_reduce_scatter,
-    ALL_TO_ALL: _start_all_to_all,
-}
-
-
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable sum over the axis. One all-reduce of x."""
-    return wait(begin_all_reduce(x, axis))
+    return wait(start_plain(ALL_REDUCE, x, axis))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable: [n, ...] from every process -> [p * n, ...]. One all-gather."""
-    return wait(_start_all_gather(x, axis))
+    return wait(start_plain(ALL_GATHER, x, axis))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Non-differentiable: [p * n, ...] summed over the axis -> this process's rows, [n, ...]. One reduce-scatter."""
-    return wait(_start_reduce_scatter(x, axis))
+    return wait(start_plain(REDUCE_SCATTER, x, axis))
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...], the j-th block of n rows for process j -> [p * n, ...], the j-th block from process j. One all-to-all."""
-    return wait(_start_all_to_all(x, axis))
+    return wait(start_plain(ALL_TO_ALL, x, axis))
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> None:
-    """Starts a non-differentiable in-place sum of x over the axis. Call `finish_all_reduce` before using x."""
+def start_all_reduce_(x: Tensor, axis: Axis) -> None:
+    """Non-differentiable: starts an in-place sum of x over the axis. Call `wait(x)` before using x."""
     _ops.all_reduce_(x, "sum", axis.name)
-
-
-def finish_all_reduce(x: Tensor) -> None:
-    """Waits for the sum that `start_all_reduce` started."""
-    wait(x)
 
 
 # For CPUs: collectives built from point-to-point messages, with every receive posted before the sends.
@@ -165,10 +139,10 @@ class _Exchange(Work):
         name: str,
         received: Sequence[Tensor] | Tensor,
         sent: Sequence[Tensor] | Tensor,
-        finish: Callable[[int], object],
+        finish: Callable[[], object],
     ) -> None:
         """Posts a receive from every other process, then a send to each. `received` and `sent` hold contiguous tensors by rank.
-        `finish` turns received messages into the result, given this process's rank."""
+        `finish` turns received messages into the result."""
         super().__init__()
         group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
         sequence = last_exchanges[name].sequence + 1 if name in last_exchanges else 1
@@ -188,7 +162,7 @@ class _Exchange(Work):
             for message in messages:
                 message.wait(self._limit)
         finish, self._finish = self._finish, _nothing
-        finish(self.rank)
+        finish()
         return True
 
 
@@ -199,18 +173,17 @@ def _recorded(what: str, latest: LastExchange) -> contextlib.AbstractContextMana
     )
 
 
-def _nothing(rank: int) -> None:
+def _nothing() -> None:
     """Finishes an exchange whose messages are already in place."""
 
 
 @torch.library.custom_op("boost::all_reduce", mutates_args=())
-def _all_reduce(x: Tensor, blocking: bool, group: str) -> Tensor:
+def _all_reduce(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """Sums over two processes. Both add the same two terms, so the results are bitwise equal."""
     theirs, result = torch.empty_like(x), torch.empty_like(x)
     # `.data` bypasses autograd's version counter: a node may already have saved the result, although it is filled in later.
-    exchange = _Exchange(
-        "all_reduce", x, group, [theirs] * 2, [x] * 2, lambda rank: torch.add(x, theirs, out=result.data)
-    )
+    add = functools.partial(torch.add, x, theirs, out=result.data)
+    exchange = _Exchange("all_reduce", x, group, [theirs] * 2, [x] * 2, add)
     exchange.wait() if blocking else _register_work(result, exchange)
     return result
 
@@ -233,11 +206,12 @@ def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Te
     mine = x.view(processes, x.shape[0] // processes, *x.shape[1:])
     received, result = torch.empty_like(mine), torch.empty_like(mine[0])
 
-    def add(rank: int) -> None:
+    def add() -> None:
+        own = mine[exchange.rank]
         if processes == 2:
-            torch.add(mine[rank], received[1 - rank], out=result.data)
+            torch.add(own, received[1 - exchange.rank], out=result.data)
         else:
-            received[rank].copy_(mine[rank])
+            received[exchange.rank].copy_(own)
             torch.sum(received, 0, out=result.data)
 
     exchange = _Exchange("reduce_scatter", x, group, received, mine, add)
@@ -258,7 +232,7 @@ def _all_to_all(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
 
 
 @_all_reduce.register_fake
-def _(x: Tensor, blocking: bool, group: str) -> Tensor:
+def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -277,12 +251,20 @@ def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     return torch.empty_like(x)
 
 
+_RECEIVING_FIRST: dict[str, Callable[..., Tensor]] = {
+    ALL_REDUCE: torch.ops.boost.all_reduce,
+    ALL_GATHER: torch.ops.boost.all_gather,
+    REDUCE_SCATTER: torch.ops.boost.reduce_scatter,
+    ALL_TO_ALL: torch.ops.boost.all_to_all,
+}
+
+
 # Differentiable.
 
 
 def _backward(comm: Comm, dy: Tensor, axis: Axis) -> Tensor:
     if comm.backward is not None:
-        return _START[comm.backward](dy, axis)
+        return start_plain(comm.backward, dy, axis)
     if comm.forward != ALL_GATHER:
         return dy
     rows = dy.shape[0] // axis.size  # dy is complete and equal on every process
@@ -296,7 +278,7 @@ class _Comm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis, backward_started: bool = False) -> Tensor:
         ctx.comm, ctx.axis, ctx.backward_started = comm, axis, backward_started
-        return x.view_as(x) if comm.forward is None else wait(_START[comm.forward](x, axis))
+        return x.view_as(x) if comm.forward is None else wait(start_plain(comm.forward, x, axis))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
@@ -315,7 +297,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> tuple[Tensor, Tensor]:
         ctx.comm = comm
-        started = x.view_as(x) if comm.forward is None else _START[comm.forward](x, axis)
+        started = x.view_as(x) if comm.forward is None else start_plain(comm.forward, x, axis)
         ctx.mark_non_differentiable(started)
         return x.view_as(x), started
 
@@ -346,38 +328,22 @@ class InFlight(NamedTuple):
     """Waits for the result and returns it. Call it once."""
 
 
-def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
+def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False, split: bool = True) -> InFlight:
     """Starts a differentiable collective from the table. Both passes wait for it later.
 
     `backward_started`: the consumer of the result starts the backward collective and passes back the in-flight gradient.
+    `split`: whether other work runs before the wait. If not, both passes wait immediately: one autograd node instead of two.
     """
+    if not split:
+        y = _Comm.apply(x, comm, axis, backward_started)
+        return InFlight(lambda: y)
     sent, started = _Start.apply(x, comm, axis)
     return InFlight(lambda: _Wait.apply(sent, started, comm, axis, backward_started))
 
 
-def run(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
-    """Runs a differentiable collective from the table and waits for it immediately, in both passes: one autograd node
-    instead of two.
-
-    `backward_started`: see `start`.
-    """
-    y = _Comm.apply(x, comm, axis, backward_started)
-    return InFlight(lambda: y)
-
-
-def sum_backward(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: identity in the forward pass, all-reduce in the backward pass."""
-    return _Comm.apply(x, SUM_BACKWARD, axis)
-
-
-def sum_both(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: all-reduce in both passes."""
-    return _Comm.apply(x, SUM_BOTH, axis)
-
-
-def gather(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: gathers [n, D] from every process into [p n, D]; backward: reduce-scatters partial gradients."""
-    return _Comm.apply(x, GATHER, axis)
+def run(comm: Comm, x: Tensor, axis: Axis) -> Tensor:
+    """Runs a differentiable collective from the table, as one autograd node."""
+    return _Comm.apply(x, comm, axis)
 
 
 def features_to_rows(parts: Sequence[Tensor], axis: Axis) -> Tensor:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from boost.config.storage import SUM_AXES, sum_axis
 from boost.config.traffic import bucket_lengths
 from boost.models.fused import FusedParam
-from boost.parallel.collectives import all_reduce, finish_all_reduce, start_all_reduce
+from boost.models.kernels import STATISTIC_DTYPE
+from boost.parallel.collectives import all_reduce, start_all_reduce_, wait
 from boost.parallel.loss import add_other_use
 from boost.parallel.mesh import Axis, Mesh
 
@@ -151,13 +152,13 @@ class GradBucket:
             self.flat = _flatten_dense_tensors(gradients)
             for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self.flat, gradients), strict=True):
                 parameter.grad = view
-        start_all_reduce(self.flat, axis)
+        start_all_reduce_(self.flat, axis)
 
     def wait(self) -> None:
         """Waits for the all-reduce."""
         if self.flat is None:
             return
-        finish_all_reduce(self.flat)
+        wait(self.flat)
         if self.is_cast:
             gradients = self.gradients()
             torch._foreach_copy_(gradients, _unflatten_dense_tensors(self.flat, gradients))
@@ -313,7 +314,7 @@ def launch_step_stats(
         by_copies[copies].append(fused.tensor.grad)
     for copies, gradients in by_copies.items():  # each process that holds the same rows adds its fraction
         # Norms need at least fp32: rounded to bf16, they would depend on the fusing and sharding of tensors.
-        dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        dtype = STATISTIC_DTYPE[gradients[0].dtype]
         squares += torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum() / copies
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
     # Fill these tensors on the device: copying a number from the host would wait for all launched work.

@@ -18,7 +18,7 @@ from boost.layouts.spec import SCATTER_SUM, SUM_FORWARD, ResidualKind
 from boost.models.fused import FusedParam
 from boost.models.group import Flow
 from boost.models.interface import Teaching
-from boost.models.kernels import Kernel, gemm, lookup, statistic_dtype
+from boost.models.kernels import STATISTIC_DTYPE, Kernel, gemm, lookup
 from boost.parallel.collectives import InFlight, all_gather, features_to_rows
 from boost.parallel.mesh import Axis
 
@@ -26,7 +26,7 @@ from boost.parallel.mesh import Axis
 @functools.partial(Kernel, reads=2)
 def token_logits(logits_NV: Tensor, local_N: Tensor, mine_N: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of V columns -> (logsumexp of each row, logit in column `local` or 0 if not `mine`), [N] each, fp32 or wider."""
-    wide_NV = logits_NV.to(statistic_dtype(logits_NV.dtype))
+    wide_NV = logits_NV.to(STATISTIC_DTYPE[logits_NV.dtype])
     return wide_NV.logsumexp(-1), wide_NV.gather(1, local_N.unsqueeze(-1)).squeeze(-1) * mine_N
 
 
@@ -65,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
-        acc_dtype = statistic_dtype(x_TD.dtype)
+        acc_dtype = STATISTIC_DTYPE[x_TD.dtype]
         first = axis.rank * w_VD.shape[0]
         needs_gradient = any(ctx.needs_input_grad)
         dx_TD = torch.empty_like(x_TD) if needs_gradient else None
@@ -140,7 +140,7 @@ class _DistillLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, teaching: Teaching, axis: Axis) -> Tensor:
-        acc_dtype = statistic_dtype(x_TD.dtype)
+        acc_dtype = STATISTIC_DTYPE[x_TD.dtype]
         needs_gradient = any(ctx.needs_input_grad)
         dx_TD = torch.empty_like(x_TD) if needs_gradient else None
         dw_VD = torch.zeros_like(w_VD, dtype=acc_dtype) if needs_gradient else None

@@ -16,7 +16,7 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import CacheRows, KVCache
 from boost.models.decoder import Decoder
 from boost.models.interface import Layout
-from boost.models.kernels import statistic_dtype
+from boost.models.kernels import STATISTIC_DTYPE
 from boost.parallel.mesh import Axis
 
 
@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
                     of(decoder.layout, batch * length) for of in (decoder.received_shapes, decoder.sent_shapes)
                 )
             )
-            loss = torch.empty((), dtype=statistic_dtype(decoder.compute_dtype), device="meta")
+            loss = torch.empty((), dtype=STATISTIC_DTYPE[decoder.compute_dtype], device="meta")
             stages.append(
                 pipelining.PipelineStage(
                     module,

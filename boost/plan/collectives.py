@@ -106,8 +106,7 @@ def stage_sends(
     layer, spec = stage.numbers[-1] if phase == "forward" else stage.numbers[0] - 1, spec_of(parallel)
     shapes = [spec.residual_shape(model, parallel, tokens)]
     for group in groups(model, layer) if has_latent_gate(model, layer + 1) else ():
-        ranks = [sum(group.ranks)] if parallel.grouping else group.ranks
-        shapes += [spec.latent_shape(parallel, tokens, rank) for rank in ranks]
+        shapes.append(spec.latent_shape(parallel, tokens, sum(group.ranks)))
     for shape in shapes:
         yield Collective(phase, "send", shape, dtype, 2, "pipeline", axis="pp")
 

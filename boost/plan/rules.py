@@ -497,9 +497,9 @@ def _issue(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: str) -
 
 
 @rule(_ops.all_reduce, torch.ops.boost.all_reduce)
-def all_reduce(x: ShapeTensor, _: Any, group: str) -> ShapeTensor:
-    """[...] -> [...], summed over the group."""
-    return _issue(ALL_REDUCE, x.shape, x.shape, x, group)
+def all_reduce(x: ShapeTensor, *others: Any) -> ShapeTensor:
+    """[...] -> [...], summed over the group, which is the last argument."""
+    return _issue(ALL_REDUCE, x.shape, x.shape, x, others[-1])
 
 
 @rule(_ops.all_gather_into_tensor, torch.ops.boost.all_gather)

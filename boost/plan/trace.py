@@ -21,7 +21,7 @@ from boost.models import kernels
 from boost.models.attention import Context
 from boost.models.block import interleave
 from boost.models.group import Flow, Stream
-from boost.parallel.recompute import policies
+from boost.models.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous
 from boost.plan.structure import MAX_CACHED, traced_config
@@ -163,9 +163,9 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
     for _ in range(parts):
         x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
         prev = [
-            tracer.new_input(shape, LATENTS)
+            tracer.new_input(tracer.layout.latent_shape(sum(group.shape.ranks), tracer.tokens), LATENTS)
             for group in block.groups
-            for shape in (group.latent_shapes(tracer.layout, tracer.tokens) if group.latent_gate is not None else ())
+            if group.takes_prev
         ]
         streams.append(Stream(x, tuple(prev)))
     input_bytes = tape.live - before

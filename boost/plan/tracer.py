@@ -20,9 +20,10 @@ from boost.models.attention import Context
 from boost.models.block import TransformerBlock
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedModule
-from boost.models.group import NO_RECOMPUTE, Flow, Latents
+from boost.models.group import Arrived, Flow
 from boost.models.interface import Layout
 from boost.models.kernels import Kernel, RMSNorm
+from boost.models.recompute import NO_RECOMPUTE
 from boost.parallel import loss
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan import rules
@@ -295,9 +296,9 @@ class TracedLayout:
     def enter(self, flow: Flow, gamma: Any, group: Any) -> Iterator[None]:
         return self._at(group.shape.name, self._layout.enter, flow, gamma, group)
 
-    def project_in(self, arrived: Latents, prev: Latents, group: Any) -> Any:
+    def up(self, arrived: Arrived, group: Any) -> Any:
         self._tape.place = group.shape.name
-        wide = self._layout.project_in(arrived, prev, group)
+        wide = self._layout.up(arrived, group)
         self._tape.place = "attention" if group.shape.name == "qkv" else "product"
         return wide
 
@@ -307,9 +308,9 @@ class TracedLayout:
     def leave_attention(self, flow: Flow, attended: Any, context: Context) -> Iterator[None]:
         return self._at("attention", self._layout.leave_attention, flow, attended, context)
 
-    def project_out(self, wide: Any, group: Any) -> Any:
+    def down(self, wide: Any, group: Any) -> Any:
         self._tape.place = group.shape.name
-        return self._layout.project_out(wide, group)
+        return self._layout.down(wide, group)
 
     def leave(self, flow: Flow, partial: Any, group: Any) -> Iterator[None]:
         return self._at(group.shape.name, self._layout.leave, _ResidualFlow(flow), partial, group)

@@ -25,9 +25,9 @@ from boost.models import kernels
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam
 from boost.models.init import initialize
+from boost.models.recompute import POLICIES
 from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Pipeline, StageModule
-from boost.parallel.recompute import POLICIES
 from boost.parallel.weights import shard
 from boost.train.hardware import total_memory
 from boost.train.progress import progress

@@ -12,8 +12,8 @@ def summed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """This process's statistic, and the sum over all processes."""
     axis = toy.mesh(tp=2).tp
     x_TD = (torch.randn(64, 5, generator=torch.Generator().manual_seed(axis.rank)) * 30).to(dtype)
-    weights, gamma = [torch.ones(3, 5, dtype=dtype)], torch.ones(5, dtype=dtype)
-    return row_sum_of_squares(x_TD), OnlineSum(x_TD, weights, gamma, axis, width=10, eps=1e-6).wait()[1]
+    a_RD, gamma = torch.ones(3, 5, dtype=dtype), torch.ones(5, dtype=dtype)
+    return row_sum_of_squares(x_TD), OnlineSum(x_TD, a_RD, gamma, axis, width=10, eps=1e-6).wait()[1]
 
 
 def test_a_statistic_is_summed_in_fp32_among_bf16_latents() -> None:

@@ -71,8 +71,8 @@ def separately(names: tuple[str, str]) -> dict[str, bool]:
     first, second = (COMMS[name] for name in names)
 
     def at_once(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        y = collectives.run(first, a * 3, axis).wait()
-        return y, collectives.run(second, b * 5, axis).wait(), a.cos() @ b.T
+        y = collectives.run(first, a * 3, axis)
+        return y, collectives.run(second, b * 5, axis), a.cos() @ b.T
 
     def one_after_the_other(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         started = collectives.start(first, a * 3, axis)

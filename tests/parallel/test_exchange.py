@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from boost.config.traffic import ALL_GATHER, ALL_REDUCE
 from boost.parallel import collectives
 from boost.parallel.mesh import Axis
 from tests import toy
@@ -55,8 +56,8 @@ def overlapped() -> list[bool]:
     """Several collectives in flight, waited for in a different order. Inputs may be freed immediately."""
     axis = toy.mesh(tp=2).tp
     terms = [torch.full((6, 2), float(number + axis.rank)) for number in range(4)]
-    started = [collectives.begin_all_reduce(x.clone(), axis) for x in terms]
-    gathered = collectives._start_all_gather(terms[3].clone(), axis)
+    started = [collectives.start_plain(ALL_REDUCE, x.clone(), axis) for x in terms]
+    gathered = collectives.start_plain(ALL_GATHER, terms[3].clone(), axis)
     found = [torch.equal(collectives.wait(started[i]), torch.full((6, 2), 2.0 * i + 1)) for i in (2, 0, 3, 1)]
     expected = torch.cat([torch.full((6, 2), 3.0), torch.full((6, 2), 4.0)])
     return [*found, torch.equal(collectives.wait(gathered), expected)]

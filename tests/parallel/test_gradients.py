@@ -171,7 +171,7 @@ def test_a_frozen_parameter_has_no_part_in_the_sums() -> None:
 
 
 def test_one_process_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "start_all_reduce", fail)
+    monkeypatch.setattr(gradients, "start_all_reduce_", fail)
     config = toy.single(CONFIG)
     decoder, mesh = toy.toy_decoder(config)
     reducer = GradientReducer(list(fused_params(decoder)), mesh)

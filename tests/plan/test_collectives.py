@@ -55,7 +55,8 @@ def test_btp_sp_sends_exactly_half_of_btps_latents(grouping: str) -> None:
     """layouts.md: 14 r against 28 r. btp also sends the RMSNorm statistic, which btp-sp does not need."""
     half = block_bytes("--parallel.layout", "btp-sp", "--parallel.grouping", grouping)
     btp = block_bytes("--parallel.norm", "online", "--parallel.grouping", grouping)
-    statistics = 2 * 2 * 3 * 4  # all-reduced in each of two groups: three bf16 numbers for each of four processes
+    sums = 2 if grouping == "true" else 5  # of two groups, or of q, k, v, gate and up
+    statistics = 2 * sums * 3 * 4  # all-reduced with the latents: three bf16 numbers for each of four processes
     assert half == {"forward": 7 * R, "backward": 7 * R}
     assert btp == {"forward": 14 * R + statistics, "backward": 14 * R}
     sync = block_bytes("--parallel.norm", "sync", "--parallel.grouping", grouping)

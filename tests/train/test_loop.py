@@ -38,8 +38,8 @@ def order_of_a_step(config: Config) -> list[str]:
         trainer.start([])
         finish = trainer.reducer.finish
         patch.setattr(trainer.reducer, "finish", lambda: (said.append("finish"), finish()))
-        begin = gradients.start_all_reduce
-        patch.setattr(gradients, "start_all_reduce", lambda *args: (said.append("send"), begin(*args)))
+        begin = gradients.start_all_reduce_
+        patch.setattr(gradients, "start_all_reduce_", lambda *args: (said.append("send"), begin(*args)))
         trainer.step(RATE)
     return said
 

@@ -50,10 +50,8 @@ class BTPSpec(LayoutSpec):
             yield PlannedComm(SUM_BOTH, 1, dtype=statistic_dtype(context.dtype))
         elif context.group.side == "enter":
             statistic = statistic_columns(context.dtype, context.parallel.tp)
-        # All-reduces of partial latents and of their gradients. The first all-reduce includes the norm statistic.
-        for comm in context.merged(SUM_BOTH, list(context.group.ranks)):
-            yield PlannedComm(SUM_BOTH, comm.width, forward_only=statistic)
-            statistic = 0
+        # All-reduces of partial latents, with the statistic, and of their gradients.
+        yield from context.merged(SUM_BOTH, context.group.ranks, forward_only=statistic)
 
     def norm_note(self, parallel: ParallelConfig) -> str:
         return "statistic sent with the latents" if parallel.norm == "online" else "statistic sent by itself"

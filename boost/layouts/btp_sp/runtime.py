@@ -5,14 +5,13 @@ on latents need only local tokens. The gradients of norms and replicated factors
 once per optimizer step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from boost.layouts.runtime import TokenSharded
-from boost.models.group import Flow, Latents, LinearGroup
-from boost.models.kernels import linear
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 
 
 class BTPSP(TokenSharded):
@@ -20,33 +19,34 @@ class BTPSP(TokenSharded):
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
         """act(A norm(x)) for this process's tokens, all-gathered. If latents are saved sharded: the local A norm(x), which
-        `project_in` activates and gathers.
+        `up` activates and gathers.
 
         Besides the gathered latents, a block saves the local tokens' latents before act, because act is not invertible, and
         applying it after the all-gather would take p times as much work.
         """
-        latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
-        prev = flow.take(group.taken) if group.taken else ()
+        u_TR = group.policy.local(self.norm_and_down, flow.x, gamma, group)
+        prev_TR = flow.take() if group.takes_prev else None
         # Evaluation saves nothing, and its all-gather overlaps the other half's compute.
         if group.policy.sharded_latents and torch.is_grad_enabled():
-            flow.arrived, flow.to_combine = tuple(latents), prev
+            flow.arrived = u_TR, prev_TR
             return
-        h, new = group.activate_segment(latents, prev)
-        flow.latents += new
-        gathered = [self.start(self.to_shards, h_TR) for h_TR in h]
+        local = group.policy.local
+        h_TR, kept = local(group.activate, u_TR, prev_TR) if group.takes_prev else group.activate(u_TR)
+        flow.latents += kept
+        gathered = self.start(self.to_shards, h_TR)
         yield
-        flow.arrived, flow.to_combine = tuple(latent.wait() for latent in gathered), ()
+        flow.arrived = (gathered.wait(),)
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """B for this process's heads or channels."""
         if not (group.policy.sharded_latents and torch.is_grad_enabled()):
-            return group.project_in_one_node(arrived), ()
-        h, new = group.activate(arrived, prev)
-        return group.project([self.start(self.to_shards, h_TR).wait() for h_TR in h]), new
+            return group.project_in_one_node(*arrived), ()
+        h_TR, kept = group.activate(*arrived)
+        return group.project(self.start(self.to_shards, h_TR).wait()), kept
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A for this process's heads or channels: a partial sum."""
-        return linear(hidden, group.A)
+        return group.down(hidden)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum, scattered to this process's tokens, then act and the whole B."""

@@ -3,12 +3,12 @@
 Legend: T tokens, d hidden width, O outputs on this process.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from boost.layouts.runtime import Replicated, TokenSharded
-from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 
 
 class Megatron(Replicated):
@@ -21,25 +21,24 @@ class Megatron(Replicated):
     lag = 1
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """norm(x) for all tokens. With grouping, the slots share one collective; otherwise, each slot has its own."""
-        normed = self.norm(flow.x, gamma)
-        copies = [self.start(self.to_shards, normed) for _ in group.shape.slots[: 1 if self.grouping else None]]
+        """norm(x) for all tokens."""
+        normed = self.start(self.to_shards, group.down(self.norm(flow.x, gamma)))
         yield
-        flow.arrived = tuple(copy.wait() for copy in copies)
+        flow.arrived = (normed.wait(),)
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """Columns of W for this process's heads or channels."""
-        return group.outer(arrived)
+        return group.up(*arrived)
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """Rows of W: a partial sum. With overlapped halves, deferred to `leave`."""
-        return hidden if self.splits else group.inner(hidden)[0]
+        return hidden if self.splits else group.down(hidden)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum over processes."""
         if self.splits:
             yield
-            (partial,) = group.inner(partial)
+            partial = group.down(partial)
         update = self.start(self.from_shards, partial)
         yield
         flow.add(update.wait())

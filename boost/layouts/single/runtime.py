@@ -3,13 +3,13 @@
 Legend: T tokens, D hidden width, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from boost.layouts.runtime import BaseLayout
-from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 from boost.models.interface import NOTHING_IN_FLIGHT
 from boost.models.kernels import lookup
 
@@ -23,15 +23,15 @@ class Single(BaseLayout):
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterable[None]:
         """norm(x), then A if the linears are low-rank."""
-        flow.arrived = tuple(group.policy.local(self.norm_and_inner, flow.x, gamma, group))
-        flow.to_combine = flow.take(group.taken) if group.taken else ()
+        u_TR = group.policy.local(self.norm_and_down, flow.x, gamma, group)
+        flow.arrived = u_TR, flow.take() if group.takes_prev else None
         return NOTHING_IN_FLIGHT
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        return group.outer(arrived, prev)
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
+        return group.up(*arrived)
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        return group.inner(hidden)[0]
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        return group.down(hidden)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterable[None]:
         group.update(flow, partial)

@@ -14,7 +14,7 @@ from boost.config.architecture import Slot
 from boost.layouts.runtime import TokenSharded
 from boost.layouts.spec import EXCHANGE, GATHER_REPLICATED
 from boost.layouts.ulysses.spec import CrossingSpec
-from boost.models.group import Flow, Latents, LinearGroup
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 from boost.models.kernels import linear
 from boost.parallel.collectives import features_to_rows, heads_for_each, rows_to_features
 
@@ -28,37 +28,36 @@ class Ulysses(TokenSharded):
         return self.spec.crosses_as_heads(slot, self.model, self.parallel)
 
     def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
-        """gate and up: the local inputs of `project_in` for this process's tokens. q, k and v: one collective, or one per slot."""
-        latents = group.policy.local(self.norm_and_inner, flow.x, gamma, group)
-        prev = flow.take(group.taken) if group.taken else ()
+        """gate and up: the local inputs of `up` for this process's tokens. q, k and v: one collective, or one per slot."""
+        u_TR = group.policy.local(self.norm_and_down, flow.x, gamma, group)
+        prev_TR = flow.take() if group.takes_prev else None
         if not _is_exchanged(group):
-            flow.arrived, flow.to_combine = tuple(latents), prev
+            flow.arrived = u_TR, prev_TR
         elif all(group.as_heads):
-            outputs, new = group.outer_segment(latents, prev)
-            flow.latents += new
+            outputs, kept = group.up_segment(u_TR, prev_TR)
+            flow.latents += kept
             yield from self._exchange(flow, outputs, group)
         else:
-            yield from self._send_latents(flow, latents, prev, group)
+            yield from self._send_latents(flow, u_TR, prev_TR, group)
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """q, k and v for this process's heads, or gate and up for its tokens."""
-        return (self._split_by_slot(group, arrived), ()) if _is_exchanged(group) else group.outer(arrived, prev)
+        return (self._split_by_slot(group, arrived), ()) if _is_exchanged(group) else group.up(*arrived)
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """The MLP's A or W. Heads are sent unchanged."""
-        return hidden if _is_exchanged(group) else group.inner(hidden)[0]
+        return hidden if _is_exchanged(group) else group.down(hidden)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """o: exchanges heads to get all heads of this process's tokens, then projects them. down: the rest of the projection."""
         if _is_exchanged(group):
             heads = self.start(GATHER_REPLICATED if self.is_inference else EXCHANGE, partial)
             yield
-            (partial,) = group.inner(rows_to_features(heads.wait(), self.axis))
+            partial = group.down(rows_to_features(heads.wait(), self.axis))
         group.update(flow, partial)
 
     def _exchange(self, flow: Flow, outputs: Sequence[Tensor], group: LinearGroup) -> Iterator[None]:
         """All heads for this process's tokens, [n, p w] per slot -> this process's heads for all tokens."""
-        flow.to_combine = ()
         parts = [self._repeat_shared_heads(y, slot) for y, slot in zip(outputs, group.shape.slots, strict=True)]
         if self.is_inference:
             flow.arrived = tuple(y.unflatten(-1, (self.size, -1))[:, self.rank] for y in parts)
@@ -82,7 +81,7 @@ class Ulysses(TokenSharded):
             [self.spec.sent_to_each(s, self.model, self.parallel) for s in group.shape.slots], dim=-1
         )
 
-    def _send_latents(self, flow: Flow, latents: Sequence[Tensor], prev: Latents, group: LinearGroup) -> Iterator[None]:
+    def _send_latents(self, flow: Flow, u_TR: Tensor, prev_TR: Tensor | None, group: LinearGroup) -> Iterator[None]:
         """Sends a group's latents if some slots do not send heads."""
         raise NotImplementedError
 
@@ -90,18 +89,18 @@ class Ulysses(TokenSharded):
 class BTPCP(Ulysses):
     """Latents are all-gathered before attention and reduce-scattered after it, as under `btp-sp`."""
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """Applies B's rows for this process's heads to slots that received latents. For slots that received heads: a no-op."""
         if group.shape.name != "qkv" or all(group.as_heads):
-            return super().project_in(arrived, prev, group)
+            return super().up(arrived, group)
         if not any(group.as_heads):
-            return group.project_in_one_node(arrived), ()
+            return group.project_in_one_node(*arrived), ()
         received = zip(self._split_by_slot(group, arrived), group.weights(), group.as_heads, strict=True)
         return [x if is_done else linear(x, b) for x, b, is_done in received], ()
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A for this process's heads, a partial sum; otherwise as under `ulysses`."""
-        return linear(hidden, group.A) if _reduces_latents(group) else super().project_out(hidden, group)
+        return group.down(hidden) if _reduces_latents(group) else super().down(hidden, group)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum, scattered to this process's tokens, then act and B; otherwise as under `ulysses`."""
@@ -112,34 +111,21 @@ class BTPCP(Ulysses):
         yield
         group.update(flow, latents.wait())
 
-    def _send_latents(self, flow: Flow, latents: Sequence[Tensor], prev: Latents, group: LinearGroup) -> Iterator[None]:
+    def _send_latents(self, flow: Flow, u_TR: Tensor, prev_TR: Tensor | None, group: LinearGroup) -> Iterator[None]:
         """Sends act(A norm(x)) for this process's tokens or, for projections that send heads, all of their heads. If a group
-        sends both, one all-to-all carries everything (without grouping, one collective per projection). Latents go to
-        every process, as in an all-gather."""
-        h, new = group.activate_segment(latents, prev)
-        flow.latents += new
-        flow.to_combine = ()
-        slots = group.shape.slots
+        sends both, one all-to-all carries everything. Latents go to every process, as in an all-gather."""
+        local = group.policy.local
+        h_TR, kept = local(group.activate, u_TR, prev_TR) if group.takes_prev else group.activate(u_TR)
+        flow.latents += kept
         if not any(group.as_heads):
-            started = [self.start(self.to_shards, h_TR) for h_TR in h]
+            gathered = self.start(self.to_shards, h_TR)
             yield
-            flow.arrived = tuple(latent.wait() for latent in started)
+            flow.arrived = (gathered.wait(),)
             return
-        own = h if len(h) > 1 else h[0].split([slot.rank or 0 for slot in slots], dim=-1)
-        mixed = zip(own, group.weights(), group.as_heads, strict=True)
-        outputs = [linear(x, b) if heads else x for x, b, heads in mixed]
-        if self.grouping or self.is_inference:
-            copies = zip(outputs, group.as_heads, strict=True)
-            yield from self._exchange(
-                flow, [y if heads else torch.cat([y] * self.size, dim=-1) for y, heads in copies], group
-            )
-            return
-        started = []
-        for part, slot, heads in zip(outputs, slots, group.as_heads, strict=True):
-            sent = features_to_rows([self._repeat_shared_heads(part, slot)], self.axis) if heads else part
-            started.append(self.start(EXCHANGE if heads else self.to_shards, sent))
-        yield
-        flow.arrived = tuple(part.wait() for part in started)
+        own = h_TR.split([slot.rank or 0 for slot in group.shape.slots], dim=-1) if self.grouping else h_TR
+        sent = zip(own, group.weights(), group.as_heads, strict=True)
+        outputs = [linear(x, b) if heads else torch.cat([x] * self.size, dim=-1) for x, b, heads in sent]
+        yield from self._exchange(flow, outputs, group)
 
 
 def _is_exchanged(group: LinearGroup) -> bool:

@@ -55,16 +55,11 @@ class CrossingSpec(LayoutSpec):
         group, model, parallel = context.group, context.model, context.parallel
         if group.name not in ("qkv", "o"):
             return
-        merged = [group.slots] if parallel.grouping else [(slot,) for slot in group.slots]
-        for slots in merged:
-            as_heads = [self.crosses_as_heads(slot, model, parallel) for slot in slots]
-            if any(as_heads):
-                width = sum(self.sent_to_each(slot, model, parallel) for slot in slots)
-                yield PlannedComm(EXCHANGE, parallel.tp * width)
-            else:
-                yield PlannedComm(
-                    GATHER if group.side == "enter" else SCATTER_SUM, sum(slot.rank or 0 for slot in slots)
-                )
+        widths = [self.sent_to_each(slot, model, parallel) for slot in group.slots]
+        if any(self.crosses_as_heads(slot, model, parallel) for slot in group.slots):
+            yield from context.merged(EXCHANGE, [parallel.tp * width for width in widths])
+        else:
+            yield from context.merged(GATHER if group.side == "enter" else SCATTER_SUM, widths)
 
     def sent_to_each(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int:
         """Elements per token that one rank needs from this projection: its heads, or the latent."""

@@ -8,14 +8,14 @@ collectives of linears that share an input.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from boost.layouts.runtime import Replicated
-from boost.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD
-from boost.models.group import Flow, Latents, LinearGroup
-from boost.models.kernels import linear
+from boost.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_BOTH, SUM_FORWARD
+from boost.models.group import Arrived, Flow, Latents, LinearGroup, Outputs
 from boost.models.latent_gate import LatentGate
 from boost.parallel import collectives
 
@@ -31,14 +31,12 @@ class Vanilla(Replicated):
         are sharded."""
         if self.splits:
             # Other work runs between the collective's two nodes while the gradient is summed, so the normed input is saved.
-            normed_TD = self.norm(flow.x, gamma)
-            copies = [self.start(SUM_BACKWARD, normed_TD) for _ in group.shape.slots[: 1 if self.grouping else None]]
+            copies = self.start(SUM_BACKWARD, self.copies(self.norm(flow.x, gamma), group))
             yield
-            weights = group.inner_weights(group.A)
-            latents = [linear(copy.wait(), a_RD) for copy, a_RD in zip(copies, weights, strict=True)]
+            u_TR = group.down(copies.wait())
         else:
-            latents = group.policy.local(self._norm_and_inner, flow.x, gamma, group)
-        outputs = self._activate_and_project(flow, latents, group)
+            u_TR = group.policy.local(self._norm_and_down, flow.x, gamma, group)
+        outputs = self._up(flow, u_TR, group)
         if self.num_shards == 1:
             sums = [self.start(SUM_FORWARD, y_TO) for y_TO in outputs]
             yield
@@ -50,31 +48,25 @@ class Vanilla(Replicated):
         for y_TO, slot in zip(outputs, group.shape.slots, strict=True):
             repeated = collectives.heads_for_each(y_TO, self.model.kv_heads, self.size) if slot.kv else y_TO
             shares.append(repeated.view(repeated.shape[0], self.size, -1).transpose(0, 1))
-        if self.grouping:
-            merged = self.start(SCATTER_SUM, torch.cat(tuple(shares), dim=-1).flatten(0, 1))
-            widths = [share.shape[-1] for share in shares]
-            yield
-            flow.arrived = tuple(merged.wait().split(widths, dim=-1))
-        else:
-            sums = [self.start(SCATTER_SUM, share.flatten(0, 1)) for share in shares]
-            yield
-            flow.arrived = tuple(y.wait() for y in sums)
+        sent = [torch.cat(tuple(shares), dim=-1)] if self.grouping else shares
+        sums = [self.start(SCATTER_SUM, part.flatten(0, 1)) for part in sent]
+        yield
+        arrived = [part.wait() for part in sums]
+        flow.arrived = arrived[0].split([x.shape[-1] for x in shares], dim=-1) if self.grouping else tuple(arrived)
 
-    def _norm_and_inner(self, x: Tensor, gamma: Tensor, group: LinearGroup) -> list[Tensor]:
+    def _norm_and_down(self, x: Tensor, gamma: Tensor, group: LinearGroup) -> Tensor:
         """Segment: this process's rows of A norm(x)."""
-        normed_TD = self.norm(x, gamma)
-        weights = group.inner_weights(group.A)
-        return [linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights]
+        return group.down(self.start(SUM_BACKWARD, self.copies(self.norm(x, gamma), group)).wait())
 
-    def project_in(self, arrived: Latents, prev: Latents, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """A no-op: the collective already followed B."""
         return arrived, ()
 
-    def project_out(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """This process's rows of A if it has all heads or channels; a no-op if a collective precedes them."""
         if self.num_shards > 1 or self.splits:
             return hidden
-        return linear(collectives.sum_backward(hidden, self.axis), group.A)
+        return group.down(collectives.run(SUM_BACKWARD, hidden, self.axis))
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """All heads or channels, through this process's rows of A and columns of B, summed over processes."""
@@ -82,49 +74,44 @@ class Vanilla(Replicated):
             parts = self.start(GATHER, partial)
             yield
             whole = collectives.rows_to_features(parts.wait(), self.axis)
-            partial = group.policy.local(linear, whole, group.A)
+            partial = group.policy.local(group.down, whole)
         elif self.splits:
             copy = self.start(SUM_BACKWARD, partial)
             yield
-            partial = linear(copy.wait(), group.A)
-        (update,) = self._activate_and_project(flow, [partial], group)
+            partial = group.down(copy.wait())
+        (update,) = self._up(flow, partial, group)
         summed = self.start(SUM_FORWARD, update)
         yield
         flow.add(summed.wait())
 
-    def _activate_and_project(self, flow: Flow, latents: Sequence[Tensor], group: LinearGroup) -> list[Tensor]:
+    def _up(self, flow: Flow, u_TR: Tensor, group: LinearGroup) -> Sequence[Tensor]:
         """act and this process's columns of B. A latent gate that mixes latents needs all latents of the previous
         block, and LayerNorm sums over each whole latent."""
         gate = group.latent_gate
         if gate is None:
-            outputs, new = group.outer_segment(latents)
+            outputs, kept = group.up_segment(u_TR)
         else:
-            prev = flow.take(group.taken) if group.taken else ()
+            prev_TR = flow.take()
             if gate.mixes:
-                prev = tuple(collectives.gather(h, self.axis) for h in prev)
-            made = group.policy.local(self._gated_sum, gate, prev, *latents)
-            mixed, stats = made[: len(latents)], made[len(latents) :]
-            sums = [collectives.sum_both(stat, self.axis) for stat in stats]
-            outputs, new = group.policy.local(self._norm_act_and_up, group, gate, mixed, sums)
-        flow.latents += new
+                prev_TR = collectives.run(GATHER, prev_TR, self.axis)
+            mixed_TR, stats = group.policy.local(self._gated_sum, gate, prev_TR, u_TR)
+            sums = collectives.run(SUM_BOTH, stats, self.axis)
+            outputs, kept = group.policy.local(self._norm_act_and_project, group, gate, mixed_TR, sums)
+        flow.latents += kept
         return outputs
 
-    def _gated_sum(self, gate: LatentGate, prev: Latents, *latents: Tensor) -> list[Tensor]:
-        """Segment: u + G(h), one tensor per tensor of latents, followed by the statistics of each."""
-        slots = gate.slots_of(latents)
-        by_slot = [part for h, s in zip(prev, slots, strict=True) for part in self._by_slot(h, gate, s)]
-        mixed = gate.gated_sum(latents, by_slot)
-        return [*mixed, *(gate.norm_stats(v, s) for v, s in zip(mixed, slots, strict=True))]
+    def _gated_sum(self, gate: LatentGate, prev_TR: Tensor, u_TR: Any) -> tuple[Tensor, Tensor]:
+        """Segment: u + G(h), and its statistics. The gate needs this process's shard of each of the previous block's latents or,
+        if it mixes, each one whole."""
+        prev = prev_TR.split(gate.ranks, dim=-1)
+        if gate.mixes:
+            prev = [collectives.rows_to_features(part, self.axis) for part in prev]
+        mixed_TR = gate.gated_sum(torch.cat(u_TR, dim=-1) if isinstance(u_TR, tuple) else u_TR, prev)
+        return mixed_TR, gate.norm_stats(mixed_TR)
 
-    def _norm_act_and_up(
-        self, group: LinearGroup, gate: LatentGate, mixed: Sequence[Tensor], sums: Sequence[Tensor]
-    ) -> tuple[list[Tensor], Latents]:
+    def _norm_act_and_project(
+        self, group: LinearGroup, gate: LatentGate, mixed_TR: Tensor, sums: Tensor
+    ) -> tuple[Sequence[Tensor], Latents]:
         """Segment: LayerNorm, act and B, given the statistics of whole latents."""
-        each = zip(mixed, sums, gate.slots_of(mixed), strict=True)
-        h, new = group.act([gate.apply_norm(v, stats, slots) for v, stats, slots in each])
-        return group.project(h), new
-
-    def _by_slot(self, h: Tensor, gate: LatentGate, slots: range) -> Sequence[Tensor]:
-        """Latents of the previous block as the gate needs them: this process's shard of each, or each one whole."""
-        parts = h.split([gate.ranks[slot] for slot in slots], dim=-1)
-        return [collectives.rows_to_features(part, self.axis) for part in parts] if gate.mixes else parts
+        h_TR, kept = group.activate(gate.apply_norm(mixed_TR, sums))
+        return group.project(h_TR), kept

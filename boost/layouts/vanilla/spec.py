@@ -102,8 +102,8 @@ class VanillaSpec(LayoutSpec):
         if not context.has_latent_gate:
             return
         if context.model.mixes:
-            yield from context.merged(GATHER, list(context.group.ranks))
-        yield from context.merged(SUM_BOTH, [2] * len(context.group.slots), dtype="float64")
+            yield PlannedComm(GATHER, sum(context.group.ranks))
+        yield PlannedComm(SUM_BOTH, 2 * len(context.group.slots), dtype="float64")
 
     def variant(self, parallel: ParallelConfig) -> list[str]:
         return [parallel.vanilla]

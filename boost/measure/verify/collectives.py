@@ -63,13 +63,13 @@ def wrong_functions(axis: Axis, dtype: torch.dtype, device: torch.device) -> lis
             if not torch.equal(function(own, axis), expected(kind, payloads, axis.rank)):
                 wrong.append(kind)
         x = own.clone()
-        collectives.start_all_reduce(x, axis)
-        collectives.finish_all_reduce(x)
+        collectives.start_all_reduce_(x, axis)
+        collectives.wait(x)
         if not torch.equal(x, expected(ALL_REDUCE, payloads, axis.rank)):
             wrong.append("all-reduce in place")
         for name, comm in COMMS.items():
-            for way, begin in (("", collectives.run), (", started", collectives.start)):
-                if not _differentiable(comm, begin, axis, payloads):
+            for way, split in (("", False), (", started", True)):
+                if not _differentiable(comm, split, axis, payloads):
                     wrong.append(f"{name}{way}")
     return wrong
 
@@ -85,11 +85,9 @@ def _payloads(axis: Axis, rows: int, dtype: torch.dtype, device: torch.device, s
     return made
 
 
-def _differentiable(
-    comm: Comm, begin: Callable[[Comm, Tensor, Axis], collectives.InFlight], axis: Axis, payloads: list[Tensor]
-) -> bool:
+def _differentiable(comm: Comm, split: bool, axis: Axis, payloads: list[Tensor]) -> bool:
     x = payloads[axis.rank].clone().requires_grad_()
-    y = begin(comm, x, axis).wait()
+    y = collectives.start(comm, x, axis, split=split).wait()
     whole = expected(comm.forward, payloads, axis.rank)
     if not torch.equal(y, whole):
         return False

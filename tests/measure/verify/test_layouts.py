@@ -50,7 +50,7 @@ def test_a_wrong_norm_is_found_in_every_cell() -> None:
 
 def results_with_another_collective() -> Results:
     """Adds a barrier, which changes no result."""
-    usual = btp.BTP.project_out
+    usual = btp.BTP.down
     with pytest.MonkeyPatch.context() as patch:
 
         def more(self: btp.BTP, *arguments: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def results_with_another_collective() -> Results:
             )
             return usual(self, *arguments)
 
-        patch.setattr(btp.BTP, "project_out", more)
+        patch.setattr(btp.BTP, "down", more)
         return run_row(COLA, replace(row("btp, online"), cells=(Cell("float32"),)), toy.mesh(2))
 
 

@@ -7,14 +7,44 @@ recomputation does not communicate. Recomputation stops before the last GEMM of 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
-from boost.models.group import NO_RECOMPUTE, RecomputePolicy, SegmentRunner
-from boost.models.interface import Layout
+
+
+class SegmentRunner(Protocol):
+    """Calls a function and decides which tensors are saved for the backward pass.
+
+    The function may be called again later with the same arguments, so anything else that it reads must not change.
+    """
+
+    def __call__(self, function: Callable[..., Any], /, *arguments: Any) -> Any: ...
+
+
+def call(function: Callable[..., Any], /, *arguments: Any) -> Any:
+    """Calls the function directly; autograd decides which tensors are saved."""
+    return function(*arguments)
+
+
+@dataclass(frozen=True)
+class RecomputePolicy:
+    """Which tensors the blocks save in the forward pass and recompute in the backward pass."""
+
+    block: SegmentRunner = call
+    """Runs the whole block."""
+    local: SegmentRunner = call
+    """Runs each segment except attention's."""
+    attention: SegmentRunner = call
+    """Runs the segment from the latents of q, k, v to the output of attention."""
+    sharded_latents: bool = False
+    """Saves latents before they are all-gathered, which takes the least memory but repeats the all-gather."""
+
+
+NO_RECOMPUTE = RecomputePolicy()
 
 _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
@@ -38,7 +68,7 @@ def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) ->
     )
 
 
-def recompute_block(function: Callable[..., Any], /, layout: Layout, *arguments: Any) -> Any:
+def recompute_block(function: Callable[..., Any], /, layout: Any, *arguments: Any) -> Any:
     """Like `recompute`, but for a function that communicates. With two halves, it recomputes to the end, so that no collective is
     left in flight."""
     return _checkpoint(function, layout, *arguments, early_stop=not layout.halves)
