@@ -9,6 +9,7 @@ import torch.distributed as dist
 from boost.config import Config, traffic
 from boost.measure import exactness
 from boost.measure.exactness import Observed, TrainedModel, made_up_batches, matches_table
+from boost.plan import replicas
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -76,7 +77,9 @@ def require_one_process(
 def small_buckets() -> Iterator[None]:
     """Splits gradient sums into many buckets, although the model is small."""
     usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
+    replicas._buckets_of.cache_clear()
     try:
         yield
     finally:
         traffic.BUCKET_BYTES = usual
+        replicas._buckets_of.cache_clear()
