@@ -293,7 +293,8 @@ class Trainer:
 
     def _train(self, peak: float) -> StepFlags:
         """Runs steps until the end or until any process requests a stop. Returns the flags that stopped the run, if any."""
-        train, stepper, clock = self.config.train, self._stepper, StepClock(self._stepper.timed_on)
+        train, stepper, saver = self.config.train, self._stepper, self.saves.saver
+        clock = StepClock(stepper.timed_on)
         self._signals_to_reduce = True
         passes: Passes | None = None
         while not self.at_end:
@@ -315,7 +316,7 @@ class Trainer:
             self._judge(stats)
             seconds = clock.seconds(update.end)
             clock.pause()
-            if self.saves.is_done():
+            if saver.in_flight is not None and self.mesh.together(saver.done_everywhere):
                 self.finish_save()
             metrics = step_metrics(self, stats, update.lr, seconds, peak)
             self.recent = [metrics]

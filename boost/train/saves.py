@@ -75,10 +75,6 @@ class Saves:
         assert failure
         raise failure
 
-    def is_done(self) -> bool:
-        """Whether a save is in flight and complete on all processes. Collective if one is in flight."""
-        return self.saver.in_flight is not None and bool(self.mesh.together(self.saver.done_everywhere))
-
     def finish(self, position: Position) -> SavedCheckpoint | None:
         """Waits for the save in flight and returns it; None if there is none. `position`: the current one."""
         if self.saver.in_flight is None:
