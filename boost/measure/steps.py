@@ -133,7 +133,8 @@ def look_at(stepper: Stepper) -> ObservedStep:
         for s in stepper.fused_params
         if s.shard is None
     ]
-    with tracker, counter:
+    # torch >= 2.13 refuses to compile whole blocks under such modes, which would see nothing inside them.
+    with torch.compiler.set_stance("force_eager"), tracker, counter:
         stepper.step()
     for hook in hooks:
         hook.remove()

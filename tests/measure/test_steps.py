@@ -3,6 +3,8 @@
 from typing import Any
 from unittest import mock
 
+import torch
+
 from boost.measure import steps
 from boost.parallel.mesh import Mesh
 from boost.train.graphs import WARM_UP, CapturedPasses
@@ -37,3 +39,12 @@ def test_a_graph_hides_nothing_of_a_step() -> None:
         assert (seen.peak_bytes, seen.collectives) == (expected.peak_bytes, expected.collectives)
         captured.step()
     assert isinstance(captured._training.run_passes, CapturedPasses) and made[0].replays == 2
+
+
+def test_a_step_of_compiled_blocks_is_observed_uncompiled() -> None:
+    """torch >= 2.13 compiles no whole block while collectives and memory are recorded."""
+    plain, compiled = (
+        steps.look_at(steps.Stepper(toy.toy_config(train={"compile": part}), Mesh(torch.device("cpu"))))
+        for part in ("none", "blocks")
+    )
+    assert compiled.peak_bytes == plain.peak_bytes > 0
