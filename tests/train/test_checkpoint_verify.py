@@ -206,7 +206,7 @@ def test_a_step_that_is_none_is_no_record(tmp_path: Path, step: str) -> None:
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0", "C:x"])
 def test_a_manifest_lists_files_of_its_checkpoint_only(path: Path, name: str) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest[name] = {"bytes": 1, "sha256": "0" * 64}
+    manifest[name] = {"bytes": 1, "xxh3_128": "0" * 32}
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json': a file = .* is not a valid file name"):
         ckpt.open_checkpoint(path)

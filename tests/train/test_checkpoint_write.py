@@ -1,5 +1,7 @@
 """Background saves: the same files as foreground saves, one in flight, failures reported between steps."""
 
+import os
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,15 +103,27 @@ def test_chunks_are_hashed_as_they_are_read_back(tmp_path: Path, monkeypatch: py
         tensors[2][position] = 0.0
 
 
-def test_a_save_needs_no_second_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained(mesh_config(1), 1)
-    usual = save_at(tmp_path / "usual", trained, 1)
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+def test_a_background_save_lowers_the_priority_of_its_thread_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, priorities = mesh_config(1), list[int]()
+    trained = Trained(config, 1)
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    def own_priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert files_of(save_at(tmp_path / "alone", trained, 1)) == files_of(usual)
+    def record(*arguments: Any) -> SavedCheckpoint:
+        priorities.append(own_priority())
+        return write_snapshot(*arguments)
+
+    monkeypatch.setattr(write, "write_snapshot", record)
+    before = own_priority()
+    saver = ckpt.CheckpointSaver(trained.model, trained.optimizer, config, TOKENIZER, DATA, trained.mesh)
+    saver.start(tmp_path, Position(1, 64))
+    saver.finish()
+    saver.close(LIMIT_S)
+    assert own_priority() == before and priorities == [min(before + write.NICENESS, 19)]
 
 
 class Recorder(Hook):

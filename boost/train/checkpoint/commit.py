@@ -14,7 +14,6 @@ best.json                  names the checkpoint with the lowest held-out loss (t
 """
 
 import errno
-import hashlib
 import itertools
 import json
 import logging
@@ -22,14 +21,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
+from xxhash import xxh3_128
 
 from boost.paths import read_text
 from boost.train.rundir import replace_json
@@ -38,8 +36,8 @@ log = logging.getLogger("boost")
 
 MANIFEST_FILE, STATE_FILE, TOKENIZER_FILE, TENSORS = "manifest.json", "state.json", "tokenizer.json", "tensors"
 BEST_FILE = "best.json"
-CHUNK_BYTES = 1 << 22
-"""Bytes of a file that one thread hashes at a time."""
+CHUNK_BYTES = 1 << 20
+"""Bytes of a file that are hashed at a time, while they are in the core's cache."""
 _NAME = re.compile(r"step-(\d{8,10})")
 _LEFTOVER = re.compile(r"\.step-.*\.(tmp|old)")
 
@@ -118,33 +116,19 @@ class FileEntry(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     bytes: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """SHA-256 of the SHA-256 digests of the file's chunks (`CHUNK_BYTES`), which threads compute in parallel."""
-
-
-def file_digest(chunks: Iterable[bytes]) -> str:
-    """The digest of a file, from those of its chunks."""
-    return hashlib.sha256(b"".join(chunks)).hexdigest()
-
-
-def hash_threads() -> ThreadPoolExecutor:
-    """This process's share of the cores, for hashing: one core hashes less than 2 GB/s, and memory is much faster."""
-    return ThreadPoolExecutor(torch.get_num_threads(), "hash")
+    xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    """XXH3's 128-bit digest of the file, as `xxh128sum` prints it. It finds damage, not forgery: whoever can change a file can
+    change the manifest. One core computes it faster than memory is copied."""
 
 
 def entry_of(file: Path) -> FileEntry:
     """Computes the manifest entry for a file on disk."""
-
-    def digest_of(begin: int) -> bytes:
-        digest, left, buffer = hashlib.sha256(), CHUNK_BYTES, memoryview(bytearray(1 << 20))
-        while left and (count := os.preadv(stream.fileno(), [buffer[:left]], begin + CHUNK_BYTES - left)):
+    digest, size, buffer = xxh3_128(), 0, memoryview(bytearray(CHUNK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
             digest.update(buffer[:count])
-            left -= count
-        return digest.digest()
-
-    with file.open("rb") as stream, hash_threads() as threads:
-        size = os.fstat(stream.fileno()).st_size
-        return FileEntry(bytes=size, sha256=file_digest(threads.map(digest_of, range(0, size, CHUNK_BYTES))))
+            size += count
+    return FileEntry(bytes=size, xxh3_128=digest.hexdigest())
 
 
 def write_synced(file: Path, content: bytes) -> FileEntry:
@@ -153,8 +137,7 @@ def write_synced(file: Path, content: bytes) -> FileEntry:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    chunks = (content[begin : begin + CHUNK_BYTES] for begin in range(0, len(content), CHUNK_BYTES))
-    return FileEntry(bytes=len(content), sha256=file_digest(hashlib.sha256(chunk).digest() for chunk in chunks))
+    return FileEntry(bytes=len(content), xxh3_128=xxh3_128(content).hexdigest())
 
 
 def sync(path: Path) -> None:

@@ -142,7 +142,7 @@ def verify_file(path: Path, name: str, manifest: Manifest) -> None:
         actual = entry_of(path / name)
     except OSError as error:
         raise _unreadable(path / name, error) from None
-    if actual.sha256 != manifest.root[name].sha256:
+    if actual.xxh3_128 != manifest.root[name].xxh3_128:
         raise DamagedCheckpointError(f"'{path}' is damaged: {name} has changed")
 
 
