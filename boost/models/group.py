@@ -3,7 +3,6 @@
 Legend: T tokens; I input width, O output width and R latent width of a group, all local to this process.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import architecture
-from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
+from boost.config.storage import fused_weights
 from boost.models.attention import Heads, own_head
 from boost.models.fused import FusedModule, Sharding
 from boost.models.kernels import StartCollective, UpProject, linear, scale
@@ -240,23 +239,16 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         FusedModule.__init__(self)
         LinearGroup.__init__(self, model, shape, layer, layout, policy)
         prefix, self._up = f"layers.{layer}", list[str]()
-        if self.low_rank:
-            self.add_fused_param("A", shape.parameters(prefix, "A"), layout)
+        tensors = list(fused_weights(model, shape, prefix, layout.placement))
+        if self.low_rank or shape.side == "leave":
+            self.add_fused_param("A", tensors.pop(0), layout)
             self.ranks = [param_slice.rows for param_slice in self.slices["A"]]
-            self._add_up("B", [[parameter] for parameter in shape.parameters(prefix, "B")], layout)
-        elif shape.side == "leave":
-            self.add_fused_param("A", shape.parameters(prefix, "W"), layout)
-        else:
-            alike = itertools.groupby(shape.parameters(prefix, "W"), lambda parameter: layout.placement(parameter.role))
-            self._add_up("W", [list(parameters) for _, parameters in alike], layout)
+        for parameters in tensors:
+            slots = (parameter.name.split(".")[-2] for parameter in parameters)
+            self._up.append("_".join(("B" if self.low_rank else "W", *slots)))
+            self.add_fused_param(self._up[-1], parameters, layout)
         self._uses_all_rows = not any(self.own_heads)
         self.latent_gate = LatentGate(model, shape, prefix, layout) if self.takes_prev else None
-
-    def _add_up(self, factor: str, fused: Sequence[Sequence[Parameter]], layout: Sharding) -> None:
-        """Stores the weights of `up` as `{factor}_{slot names}`."""
-        for parameters in fused:
-            self._up.append("_".join((factor, *(parameter.name.split(".")[-2] for parameter in parameters))))
-            self.add_fused_param(self._up[-1], parameters, layout)
 
     def weights(self) -> Sequence[Tensor]:
         stored = [getattr(self, name) for name in self._up]
