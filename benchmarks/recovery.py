@@ -31,6 +31,7 @@ import torch
 from benchmarks.experiments.hosts import hosts, why_no_hosts
 from benchmarks.killed_runs import BOOST, PROCESSES, Hosts, Run, lines
 from boost.config import load
+from boost.drawing import pyplot, write
 from boost.train.checkpoint import WeightReader, complete_checkpoints, open_checkpoint
 from boost.train.progress import progress
 from boost.train.rundir import environment
@@ -106,7 +107,7 @@ def put(part: str, name: str, found: dict[str, Any]) -> None:
     print(name, json.dumps({key: value for key, value in found.items() if key not in ("kills", "path")}), flush=True)
     result = known()
     result[part][name] = {"environment": environment(load("demo", [])), **found}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    RESULT.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 def soak(args: argparse.Namespace, name: str, mesh: str, dtype: str) -> dict[str, Any]:
@@ -199,14 +200,9 @@ def useful(args: argparse.Namespace, recovery: str, rate: float) -> dict[str, An
 
 def draw(found: dict[str, Any]) -> None:
     """Plots completed steps and loss over time at each kill rate, with kills marked."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot
-
     colors = {"in-step": "#0b6e4f", "restart": "#b23a48"}
     rates = sorted({run["rate_s"] for run in found.values()}, reverse=True)
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         2, len(rates), figsize=(5.2 * len(rates), 5.5), sharex="col", layout="constrained", squeeze=False
     )
     for run in found.values():
@@ -223,7 +219,7 @@ def draw(found: dict[str, Any]) -> None:
         loss.set_xlabel("seconds")
     axes[0, 0].set_ylabel("completed steps")
     axes[1, 0].set_ylabel("loss, nats per token")
-    figure.savefig(PICTURE, metadata={"Date": None})
+    write(figure, PICTURE)
 
 
 def compare(

@@ -1,6 +1,8 @@
 """Wraps matplotlib, an optional dependency: imports it only for drawing, and writes reproducible files in one style."""
 
 import importlib.util
+import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,5 +79,15 @@ def pyplot() -> Any:
 
 def write(figure: Any, path: Path) -> None:
     """Writes a figure in the format that the suffix of `path` selects, and closes it. Equal figures give equal SVG files."""
-    figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
+    if path.suffix == ".svg":
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+        path.write_text(compact(drawn.getvalue()), encoding="utf-8")
+    else:
+        figure.savefig(path)
     pyplot().close(figure)
+
+
+def compact(svg: str) -> str:
+    """The same picture without the line breaks that matplotlib writes after every point and element."""
+    return re.sub(r">\s+<", "><", re.sub(r'(?<= d=")[^"]*', lambda points: " ".join(points[0].split()), svg))
