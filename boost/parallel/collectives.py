@@ -27,7 +27,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -108,8 +107,7 @@ def start_all_reduce_(x: Tensor, axis: Axis) -> None:
 # counters and torch.compile can see. It returns while messages are in flight; `wait_tensor` completes it, as for torch's ops.
 
 
-@dataclass(frozen=True)
-class LastExchange:
+class LastExchange(NamedTuple):
     """The latest exchange in a group. c10d's flight recorder does not see gloo's point-to-point messages."""
 
     operation: str
@@ -177,7 +175,19 @@ def _nothing() -> None:
     """Finishes an exchange whose messages are already in place."""
 
 
-@torch.library.custom_op("boost::all_reduce", mutates_args=())
+_library = torch.library.Library("boost", "DEF")
+
+
+def _op(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Defines an op for CPUs. `torch.library.custom_op` would add a dozen Python calls to each of its calls."""
+    name = function.__name__.removeprefix("_")
+    schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, "CPU")
+    return function
+
+
+@_op
 def _all_reduce(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """Sums over two processes. Both add the same two terms, so the results are bitwise equal."""
     theirs, result = torch.empty_like(x), torch.empty_like(x)
@@ -188,7 +198,7 @@ def _all_reduce(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
     return result
 
 
-@torch.library.custom_op("boost::all_gather", mutates_args=())
+@_op
 def _all_gather(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """[n, ...] from every process -> [p n, ...]."""
     result = x.new_empty(processes * x.shape[0], *x.shape[1:])
@@ -199,7 +209,7 @@ def _all_gather(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
     return result
 
 
-@torch.library.custom_op("boost::reduce_scatter", mutates_args=())
+@_op
 def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """[p n, ...] -> [n, ...], this process's rows of the sum. Rows go directly to the process that sums them, so a bf16 sum is
     rounded only once."""
@@ -219,7 +229,7 @@ def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Te
     return result
 
 
-@torch.library.custom_op("boost::all_to_all", mutates_args=())
+@_op
 def _all_to_all(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """[p n, ...], the j-th block of n rows for process j -> [p n, ...], the j-th block from process j."""
     shape = (processes, x.shape[0] // processes, *x.shape[1:])
@@ -231,22 +241,22 @@ def _all_to_all(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
     return result
 
 
-@_all_reduce.register_fake
+@torch.library.register_fake("boost::all_reduce", lib=_library)
 def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     return torch.empty_like(x)
 
 
-@_all_gather.register_fake
+@torch.library.register_fake("boost::all_gather", lib=_library)
 def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     return x.new_empty(processes * x.shape[0], *x.shape[1:])
 
 
-@_reduce_scatter.register_fake
+@torch.library.register_fake("boost::reduce_scatter", lib=_library)
 def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     return x.new_empty(x.shape[0] // processes, *x.shape[1:])
 
 
-@_all_to_all.register_fake
+@torch.library.register_fake("boost::all_to_all", lib=_library)
 def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     return torch.empty_like(x)
 
