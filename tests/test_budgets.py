@@ -152,7 +152,7 @@ def test_the_core_is_read_in_an_evening() -> None:
 
 
 CORE = ("models/", "layouts/", "parallel/", "train/step.py", "optim/adamw.py", "config/architecture.py")
-CORE_FILES, CORE_LINES = 35, 6600
+CORE_FILES, CORE_LINES = 35, 6595
 
 
 def test_the_core_is_small() -> None:

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from boost.config.attention import chunks_of
 from boost.config.schema import ModelConfig
 from boost.models.documents import Documents, causal, documents_of
 from boost.models.fused import FusedModule, Sharding
-from boost.models.kernels import STATISTIC_DTYPE, Kernel, normed_backward, rotary
+from boost.models.kernels import STATISTIC_DTYPE, Kernel, Node, normed_backward, rotary
 
 KeysValues = tuple[Tensor, Tensor] | tuple[()]
 """Rotated keys and values [B, K, S, E] of the first half of each sequence, used by the second half; empty if not needed."""
@@ -366,14 +365,14 @@ class _NormHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, gamma_q_E: Tensor, gamma_k_E: Tensor, eps: float
+        ctx: Node, q_BSHE: Tensor, k_BSKE: Tensor, gamma_q_E: Tensor, gamma_k_E: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         q, k, c_q, c_k = normed_heads(q_BSHE, k_BSKE, gamma_q_E, gamma_k_E, eps)
         ctx.save_for_backward(q_BSHE, k_BSKE, gamma_q_E, gamma_k_E, c_q, c_k)
         return q, k
 
     @staticmethod
-    def backward(ctx: Any, dq_BSHE: Tensor, dk_BSKE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Node, dq_BSHE: Tensor, dk_BSKE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         q_BSHE, k_BSKE, gamma_q_E, gamma_k_E, c_q, c_k = ctx.saved_tensors
         dq, dgamma_q = normed_backward(dq_BSHE, q_BSHE, gamma_q_E, c_q)
         dk, dgamma_k = normed_backward(dk_BSKE, k_BSKE, gamma_k_E, c_k)

@@ -153,8 +153,7 @@ class TransformerBlock(FusedModule):
         """Runs the parts of a micro-batch through this block, interleaved. Returns their streams."""
         if self.policy.block is call:
             return self._run(layout, streams, contexts)
-        after: list[Stream] = self.policy.block(self._run, layout, streams, contexts)
-        return after
+        return self.policy.block(self._run, layout, streams, contexts)
 
     def _run(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
         flows = flows_of(streams, contexts)

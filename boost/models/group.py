@@ -160,8 +160,7 @@ class LinearGroup:
         """`up` as a segment of its own, unless it is one node, which saves only the latents."""
         if self.is_one_node:
             return self.up(u_TR, None, None, start_grad_sum)
-        made: Outputs = self.policy.local(self.up, u_TR, prev_TR)
-        return made
+        return self.policy.local(self.up, u_TR, prev_TR)
 
     def update(self, flow: Flow, u_TR: Tensor, start_grad_sum: StartCollective | None = None) -> None:
         """Adds B act(u), the update of a group that projects out, to the residual stream."""

@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,27 @@ from boost.config.traffic import statistic_dtype
 
 log = logging.getLogger("boost")
 
-Backend = Callable[["Kernel", tuple[Any, ...]], Any]
+Result = TypeVar("Result")
+Backend = Callable[["Kernel[Any]", tuple[object, ...]], Any]
 """Runs a kernel on its arguments."""
 
 
-class Kernel:
+class Node(Protocol):
+    """The autograd node that torch passes as `ctx`. The forward pass may set further attributes on it, for the backward pass."""
+
+    saved_tensors: tuple[Any, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: object) -> None: ...
+
+
+class Kernel(Generic[Result]):
     """A function of tensors and constants that can run as one kernel in one pass."""
 
-    def __init__(self, function: Callable[..., Any], reads: int = 1, dynamic: bool | None = True) -> None:
+    def __init__(self, function: Callable[..., Result], reads: int = 1, dynamic: bool | None = True) -> None:
         """`reads`: how many times the kernel reads its inputs; a sum over rows in addition to a result per row takes one more.
         `dynamic`: True compiles once for all latent widths and numbers of tokens. None compiles for the first sizes, and again if
         others occur. It is faster, but unsuitable for sums: inductor would choose their kernels by timing, so runs would differ."""
@@ -45,28 +58,28 @@ class Kernel:
         self.name = function.__name__
         KERNELS[self.name] = self
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> Result:
         if torch.compiler.is_compiling():
             return self.traced(*arguments)
         return self.function(*arguments) if _backend is _eager else _backend(self, arguments)
 
 
-KERNELS: dict[str, Kernel] = {}
+KERNELS: dict[str, Kernel[Any]] = {}
 """Kernels by name."""
 
 
-def _eager(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+def _eager(kernel: Kernel[Result], arguments: tuple[object, ...]) -> Result:
     return kernel.function(*arguments)
 
 
-def _inductor(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+def _inductor(kernel: Kernel[Result], arguments: tuple[object, ...]) -> Result:
     # A dispatch mode is counting operations, and compiled code would hide them.
     if is_in_torch_dispatch_mode(include_infra_modes=False):
         return kernel.function(*arguments)
     return _compiled(kernel)(*arguments)
 
 
-def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+def _inductor_if_it_works(kernel: Kernel[Result], arguments: tuple[object, ...]) -> Result:
     try:
         return _inductor(kernel, arguments)
     except Exception as error:
@@ -81,7 +94,7 @@ def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
-def _compiled(kernel: Kernel) -> Callable[..., Any]:
+def _compiled(kernel: Kernel[Result]) -> Callable[..., Result]:
     torch._dynamo.config.recompile_limit = 32  # default 8: sizes of 1 and each direction are compiled separately
     return torch.compile(kernel.traced, fullgraph=True, dynamic=kernel.dynamic)
 
@@ -282,7 +295,7 @@ class UpProject(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Node,
         u_TR: Tensor,
         c_T1: Tensor | None,
         silu: bool,
@@ -296,7 +309,7 @@ class UpProject(torch.autograd.Function):
         return tuple([F.linear(h_Tr, b if b.dtype == u_TR.dtype else b.to(u_TR.dtype)) for h_Tr, b in slots])
 
     @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Node, *dy: Tensor) -> tuple[Tensor | None, ...]:
         u_TR, c_T1, *weights = ctx.saved_tensors
         dh_TR = gemms([(dy_TO, b_Or.to(u_TR.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)])
         if c_T1 is None and not ctx.silu:
@@ -327,13 +340,13 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens_T: Tensor, table_VD: Tensor) -> Tensor:
+    def forward(ctx: Node, tokens_T: Tensor, table_VD: Tensor) -> Tensor:
         ctx.save_for_backward(tokens_T)
         ctx.rows, ctx.dtype = table_VD.shape[0], table_VD.dtype
         return F.embedding(tokens_T, table_VD)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Node, dy_TD: Tensor) -> tuple[None, Tensor]:
         (tokens_T,) = ctx.saved_tensors
         dy_acc_TD = dy_TD.to(STATISTIC_DTYPE[dy_TD.dtype])
         return None, torch.ops.aten.embedding_dense_backward(dy_acc_TD, tokens_T, ctx.rows, -1, False).to(ctx.dtype)
@@ -357,12 +370,12 @@ class _GatedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gate_TO: Tensor, up_TO: Tensor) -> Tensor:
+    def forward(ctx: Node, gate_TO: Tensor, up_TO: Tensor) -> Tensor:
         ctx.save_for_backward(gate_TO, up_TO)
         return gated(gate_TO, up_TO)
 
     @staticmethod
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Node, dy_TO: Tensor) -> tuple[Tensor, Tensor]:
         return gated_backward(dy_TO, *ctx.saved_tensors)
 
 
@@ -374,12 +387,12 @@ class _Rotary(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, cos_S1E: Tensor, sin_S1e: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Node, q_BSHE: Tensor, k_BSKE: Tensor, cos_S1E: Tensor, sin_S1e: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_S1E, sin_S1e)
         return rotated(q_BSHE, cos_S1E, sin_S1e, 1), rotated(k_BSKE, cos_S1E, sin_S1e, 1)
 
     @staticmethod
-    def backward(ctx: Any, dq_BSHE: Tensor, dk_BSKE: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Node, dq_BSHE: Tensor, dk_BSKE: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos_S1E, sin_S1e = ctx.saved_tensors
         return rotated(dq_BSHE, cos_S1E, sin_S1e, -1), rotated(dk_BSKE, cos_S1E, sin_S1e, -1), None, None
 
@@ -389,8 +402,7 @@ def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
     if not silu:
         return gate_TO * up_TO
     if not torch.is_grad_enabled():
-        y_TO: Tensor = gated(gate_TO, up_TO)
-        return y_TO
+        return gated(gate_TO, up_TO)
     return _GatedProduct.apply(gate_TO, up_TO)
 
 
@@ -406,12 +418,12 @@ class _Scale(torch.autograd.Function):
     """forward: x [T, D], c [T, 1] -> x c, rounded to x's dtype once; dgrad: dx = c dy, dc = <dy, x>. No collective."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, c_T1: Tensor) -> Tensor:
+    def forward(ctx: Node, x_TD: Tensor, c_T1: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, c_T1)
         return activated(x_TD, c_T1, False)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Node, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if not ctx.needs_input_grad[1]:
             return activated(dy_TD, ctx.saved_tensors[1], False), None
         return scaled_backward(dy_TD, *ctx.saved_tensors)
@@ -431,13 +443,13 @@ class RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Node, x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
         y_TD, c_T1 = normed(x_TD, gamma_D, eps)
         ctx.save_for_backward(x_TD, gamma_D, c_T1)
         return y_TD
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Node, dy_TD: Tensor) -> tuple[Tensor, Tensor, None]:
         return *normed_backward(dy_TD, *ctx.saved_tensors), None
 
 
@@ -445,12 +457,12 @@ class _SumOfSquares(torch.autograd.Function):
     """forward: [T, D] -> s = sum_j x_j^2, [T], fp32 or wider; dgrad: dx = 2 x ds. No collective."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+    def forward(ctx: Node, x_TD: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD)
         return row_sum_of_squares(x_TD)
 
     @staticmethod
-    def backward(ctx: Any, ds_T: Tensor) -> Tensor:
+    def backward(ctx: Node, ds_T: Tensor) -> Tensor:
         (x_TD,) = ctx.saved_tensors
         return x_TD * (2 * ds_T).to(x_TD.dtype).unsqueeze(-1)
 
@@ -458,8 +470,7 @@ class _SumOfSquares(torch.autograd.Function):
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
     """Differentiable RMSNorm of whole rows, in x's dtype."""
     if not torch.is_grad_enabled():  # for one token, an autograd node costs more than the norm
-        y_TD: Tensor = normed(x_TD, gamma_D, eps)[0]
-        return y_TD
+        return normed(x_TD, gamma_D, eps)[0]
     return RMSNorm.apply(x_TD, gamma_D, eps)
 
 

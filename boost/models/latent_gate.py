@@ -7,7 +7,6 @@ are local to this process, except that a gate's inputs are whole (and this proce
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from boost.config import architecture
 from boost.config.schema import ModelConfig
 from boost.layouts import local_shape
 from boost.models.fused import FusedModule, Sharding
-from boost.models.kernels import linear
+from boost.models.kernels import Node, linear
 
 EPS = 1e-6
 """Epsilon of the latents' LayerNorm, added to the variance."""
@@ -107,7 +106,7 @@ class _NormStats(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, v_TR: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Node, v_TR: Tensor, ranks: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(v_TR)
         ctx.ranks = ranks
         sums = []
@@ -117,7 +116,7 @@ class _NormStats(torch.autograd.Function):
         return torch.stack(sums, dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, ds_T2k: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Node, ds_T2k: Tensor) -> tuple[Tensor, None]:
         (v_TR,) = ctx.saved_tensors
         dv = []
         for i, (mean_T1, deviation) in enumerate(_centered_parts(v_TR, ctx.ranks)):
@@ -136,7 +135,7 @@ class _ApplyNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, v_TR: Tensor, s_T2k: Tensor, w_R: Tensor, b_R: Tensor, widths: tuple[tuple[int, int], ...]
+        ctx: Node, v_TR: Tensor, s_T2k: Tensor, w_R: Tensor, b_R: Tensor, widths: tuple[tuple[int, int], ...]
     ) -> Tensor:
         ctx.save_for_backward(v_TR, s_T2k, w_R)
         ctx.widths = widths
@@ -146,7 +145,7 @@ class _ApplyNorm(torch.autograd.Function):
         return y_TR if y_TR.dtype == v_TR.dtype else y_TR.to(v_TR.dtype)  # conditional: see `Kernel.traced`
 
     @staticmethod
-    def backward(ctx: Any, dy_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Node, dy_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         v_TR, s_T2k, w_R = ctx.saved_tensors
         dy_TR = _upcast(dy_TR)
         ranks = [rank for rank, _ in ctx.widths]

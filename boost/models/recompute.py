@@ -8,12 +8,14 @@ recomputation does not communicate. Recomputation stops before the last GEMM of 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
+
+Result = TypeVar("Result")
 
 
 class SegmentRunner(Protocol):
@@ -22,10 +24,10 @@ class SegmentRunner(Protocol):
     The function may be called again later with the same arguments, so anything else that it reads must not change.
     """
 
-    def __call__(self, function: Callable[..., Any], /, *arguments: Any) -> Any: ...
+    def __call__(self, function: Callable[..., Result], /, *arguments: object) -> Result: ...
 
 
-def call(function: Callable[..., Any], /, *arguments: Any) -> Any:
+def call(function: Callable[..., Result], /, *arguments: object) -> Result:
     """Calls the function directly; autograd decides which tensors are saved."""
     return function(*arguments)
 
@@ -56,22 +58,22 @@ _ATTENTION = {
 """Fused attention kernels. They return softmax(q k^T) v and, for the backward pass, the logsumexp of each row."""
 
 
-def recompute(function: Callable[..., Any], /, *arguments: Any) -> Any:
+def recompute(function: Callable[..., Result], /, *arguments: object) -> Result:
     """Saves the arguments. Everything else is recomputed when the backward pass first needs it."""
     return _checkpoint(function, *arguments)
 
 
-def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) -> Any:
+def recompute_but_attention(function: Callable[..., Result], /, *arguments: object) -> Result:
     """Saves the arguments and the outputs of the attention kernel."""
     return _checkpoint(
         function, *arguments, context_fn=functools.partial(create_selective_checkpoint_contexts, _save_attention)
     )
 
 
-def recompute_block(function: Callable[..., Any], /, layout: Any, *arguments: Any) -> Any:
+def recompute_block(function: Callable[..., Result], /, *arguments: Any) -> Result:
     """Like `recompute`, but for a function that communicates. With two halves, it recomputes to the end, so that no collective is
     left in flight."""
-    return _checkpoint(function, layout, *arguments, early_stop=not layout.halves)
+    return _checkpoint(function, *arguments, early_stop=not arguments[0].halves)
 
 
 def policies(
@@ -94,7 +96,7 @@ def _save_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords:
     return CheckpointPolicy.MUST_SAVE if operator.name() in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpoint(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+def _checkpoint(function: Callable[..., Result], /, *arguments: object, **keywords: Any) -> Result:
     if not torch.is_grad_enabled():
         return function(*arguments)
     # No random numbers are drawn, and shapes do not depend on values, so saving RNG state or checking shapes would waste time.

@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import Work, _register_work
 
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from boost.layouts.spec import Comm
+from boost.models.kernels import Node
 from boost.parallel.mesh import Axis
 
 _ops = torch.ops._c10d_functional
@@ -54,9 +55,8 @@ def start_plain(kind: str, x: Tensor, axis: Axis) -> Tensor:
     x = x.contiguous()
     if x.device.type in RECEIVES_FIRST and not (kind == ALL_REDUCE and (axis.size > 2 or not axis.point_to_point)):
         return _RECEIVING_FIRST[kind](x, axis.size, torch.compiler.is_compiling(), axis.name)
-    if (
-        kind == ALL_REDUCE
-    ):  # also on CPUs: gloo's send-before-receive order does not slow down rings of more than two processes
+    # Also on CPUs: gloo's send-before-receive order does not slow down rings of more than two processes.
+    if kind == ALL_REDUCE:
         return _ops.all_reduce(x, "sum", axis.name)
     if kind == ALL_GATHER:
         return _ops.all_gather_into_tensor(x, axis.size, axis.name)
@@ -178,16 +178,24 @@ def _nothing() -> None:
 _library = torch.library.Library("boost", "DEF")
 
 
-def _op(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Defines an op for CPUs. `torch.library.custom_op` would add a dozen Python calls to each of its calls."""
-    name = function.__name__.removeprefix("_")
-    schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function, "CPU")
-    return function
+def _op(shape: Callable[[torch.Size, int], Sequence[int]] = lambda shape, _: shape) -> Callable[..., object]:
+    """Defines an op for CPUs. `shape`: of the result, given the input's shape and the number of processes.
+    `torch.library.custom_op` would add a dozen Python calls to each of its calls."""
+
+    def define(function: Callable[..., Tensor]) -> None:
+        name = function.__name__.removeprefix("_")
+        schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, function, "CPU")
+
+        @torch.library.register_fake(f"boost::{name}", lib=_library)
+        def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
+            return x.new_empty(shape(x.shape, processes))
+
+    return define
 
 
-@_op
+@_op()
 def _all_reduce(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """Sums over two processes. Both add the same two terms, so the results are bitwise equal."""
     theirs, result = torch.empty_like(x), torch.empty_like(x)
@@ -198,7 +206,7 @@ def _all_reduce(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
     return result
 
 
-@_op
+@_op(lambda shape, processes: (processes * shape[0], *shape[1:]))
 def _all_gather(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """[n, ...] from every process -> [p n, ...]."""
     result = x.new_empty(processes * x.shape[0], *x.shape[1:])
@@ -209,7 +217,7 @@ def _all_gather(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
     return result
 
 
-@_op
+@_op(lambda shape, processes: (shape[0] // processes, *shape[1:]))
 def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """[p n, ...] -> [n, ...], this process's rows of the sum. Rows go directly to the process that sums them, so a bf16 sum is
     rounded only once."""
@@ -229,7 +237,7 @@ def _reduce_scatter(x: Tensor, processes: int, blocking: bool, group: str) -> Te
     return result
 
 
-@_op
+@_op()
 def _all_to_all(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
     """[p n, ...], the j-th block of n rows for process j -> [p n, ...], the j-th block from process j."""
     shape = (processes, x.shape[0] // processes, *x.shape[1:])
@@ -239,26 +247,6 @@ def _all_to_all(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor
     received[exchange.rank].copy_(sent[exchange.rank])
     exchange.wait() if blocking else _register_work(result, exchange)
     return result
-
-
-@torch.library.register_fake("boost::all_reduce", lib=_library)
-def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.register_fake("boost::all_gather", lib=_library)
-def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
-    return x.new_empty(processes * x.shape[0], *x.shape[1:])
-
-
-@torch.library.register_fake("boost::reduce_scatter", lib=_library)
-def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
-    return x.new_empty(x.shape[0] // processes, *x.shape[1:])
-
-
-@torch.library.register_fake("boost::all_to_all", lib=_library)
-def _(x: Tensor, processes: int, blocking: bool, group: str) -> Tensor:
-    return torch.empty_like(x)
 
 
 _RECEIVING_FIRST: dict[str, Callable[..., Tensor]] = {
@@ -286,12 +274,12 @@ class _Comm(torch.autograd.Function):
     Shapes: see the table."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis, backward_started: bool = False) -> Tensor:
+    def forward(ctx: Node, x: Tensor, comm: Comm, axis: Axis, backward_started: bool = False) -> Tensor:
         ctx.comm, ctx.axis, ctx.backward_started = comm, axis, backward_started
         return x.view_as(x) if comm.forward is None else wait(start_plain(comm.forward, x, axis))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Node, dy: Tensor) -> tuple[Tensor, None, None, None]:
         dx = dy if ctx.backward_started else _backward(ctx.comm, dy, ctx.axis)
         return dx if ctx.comm.backward is None else wait(dx), None, None, None
 
@@ -305,14 +293,14 @@ class _Start(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Node, x: Tensor, comm: Comm, axis: Axis) -> tuple[Tensor, Tensor]:
         ctx.comm = comm
         started = x.view_as(x) if comm.forward is None else start_plain(comm.forward, x, axis)
         ctx.mark_non_differentiable(started)
         return x.view_as(x), started
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Node, dx: Tensor, _: Any) -> tuple[Tensor, None, None]:
         return dx if ctx.comm.backward is None else wait(dx), None, None
 
 
@@ -321,13 +309,13 @@ class _Wait(torch.autograd.Function):
     the in-flight tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, started: Tensor, comm: Comm, axis: Axis, backward_started: bool) -> Tensor:
+    def forward(ctx: Node, x: Tensor, started: Tensor, comm: Comm, axis: Axis, backward_started: bool) -> Tensor:
         ctx.comm, ctx.axis, ctx.backward_started = comm, axis, backward_started
         y = started if comm.forward is None else wait(started)
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Node, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         return dy if ctx.backward_started else _backward(ctx.comm, dy, ctx.axis), None, None, None, None
 
 

@@ -6,7 +6,6 @@ Legend: T tokens, D hidden width (the student's), E the teacher's, V vocabulary 
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from boost.layouts.spec import SCATTER_SUM, SUM_FORWARD, ResidualKind
 from boost.models.fused import FusedParam
 from boost.models.group import Flow
 from boost.models.interface import Teaching
-from boost.models.kernels import STATISTIC_DTYPE, Kernel, gemm, lookup
+from boost.models.kernels import STATISTIC_DTYPE, Kernel, Node, gemm, lookup
 from boost.parallel.collectives import InFlight, all_gather, features_to_rows
 from boost.parallel.mesh import Axis
 
@@ -64,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Node, x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
         acc_dtype = STATISTIC_DTYPE[x_TD.dtype]
         first = axis.rank * w_VD.shape[0]
         needs_gradient = any(ctx.needs_input_grad)
@@ -93,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Node, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         dx_TD, dw_VD = ctx.saved_tensors
         return dx_TD * d.to(dx_TD.dtype), dw_VD * d.to(dw_VD.dtype), None, None
 
@@ -139,7 +138,7 @@ class _DistillLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, teaching: Teaching, axis: Axis) -> Tensor:
+    def forward(ctx: Node, x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, teaching: Teaching, axis: Axis) -> Tensor:
         acc_dtype = STATISTIC_DTYPE[x_TD.dtype]
         needs_gradient = any(ctx.needs_input_grad)
         dx_TD = torch.empty_like(x_TD) if needs_gradient else None
@@ -171,7 +170,7 @@ class _DistillLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Node, d: Tensor) -> tuple[Tensor | None, ...]:
         dx_TD, dw_VD = ctx.saved_tensors
         return dx_TD * d.to(dx_TD.dtype), dw_VD * d.to(dw_VD.dtype), None, None, None
 

@@ -24,6 +24,7 @@ from boost.layouts.spec import GATHER, SUM_BOTH
 from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 from boost.models.interface import NOTHING_IN_FLIGHT
 from boost.models.kernels import (
+    Node,
     inverse_rms,
     lookup,
     row_product,
@@ -127,7 +128,7 @@ class _StartSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, axis: Axis, width: int, eps: float
+        ctx: Node, x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, axis: Axis, width: int, eps: float
     ) -> tuple[Tensor, Tensor]:
         weight_DR = (a_RD * gamma_D).to(x_TD.dtype).t()
         s_T = row_sum_of_squares(x_TD)
@@ -148,7 +149,7 @@ class _StartSum(torch.autograd.Function):
         return u_TR, started
 
     @staticmethod
-    def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Node, du_TR: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x_TD, a_RD, gamma_D, started = ctx.saved_tensors
         du_TR = wait(du_TR)
         dx_TD = da_RD = dgamma_D = None
@@ -171,14 +172,14 @@ class _WaitForSum(torch.autograd.Function):
     computes it."""
 
     @staticmethod
-    def forward(ctx: Any, u_TR: Tensor, started: Tensor, axis: Axis, backward_started: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Node, u_TR: Tensor, started: Tensor, axis: Axis, backward_started: bool) -> tuple[Tensor, Tensor]:
         ctx.axis, ctx.backward_started = axis, backward_started
         u_TR, s_T = _unpacked(wait(started), u_TR, axis)
         ctx.mark_non_differentiable(s_T)
         return u_TR, s_T
 
     @staticmethod
-    def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Node, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         return du_TR if ctx.backward_started else start_plain(ALL_REDUCE, du_TR, ctx.axis), None, None, None
 
 
