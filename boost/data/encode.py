@@ -1,7 +1,8 @@
 """Tokenizes text in bounded memory: splits long texts into pieces and encodes them in batches."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from boost.data.report import FileReport
@@ -11,8 +12,10 @@ from boost.data.writer import TokenWriter
 from boost.errors import DataError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
+Piece = tuple[FileReport, str, str, bool]
+"""A piece of a document: its file, its split, the text, and whether the document ends with it."""
 # Maximum number of characters in a piece of text that is encoded: an encoding takes about 100 bytes per character.
 PIECE_CHARS = 1 << 16
 # Approximate number of characters in a batch of pieces, which the tokenizer distributes over the CPU cores.
@@ -54,8 +57,11 @@ class Encoder:
     ) -> None:
         """`on_batch` is called after every batch with the number of characters left in the current text."""
         self._tokenizer, self._writer, self._on_batch, self._limits = tokenizer, writer, on_batch, limits
-        self._batch: list[tuple[FileReport, str, str, bool]] = []
+        self._batch = list[Piece]()
         self._chars = 0
+        self._thread = ThreadPoolExecutor(1, "encode")
+        self._sent: tuple[list[Piece], Future[Sequence[Encoding]]] | None = None
+        """The batch that is being encoded."""
         self._starts, self._drops = True, False
         """Whether the next piece starts a document; whether the current document is left out."""
         self._plain = PlainText(tokenizer, writer.eos)
@@ -64,44 +70,53 @@ class Encoder:
     def add(self, entry: FileReport, split: str, text: str) -> None:
         """Queues one document; its tokens are counted in `entry`."""
         left = len(text)
-        flushed = False
         for piece in split_text(text, PIECE_CHARS):
             left -= len(piece)
             self._batch.append((entry, split, piece, left == 0))
             self._chars += len(piece)
-            # A document that filled a batch is also flushed at its end, so that the queue is regularly empty.
-            if self._chars >= BATCH_CHARS or (flushed and left == 0):
-                self.flush()
+            if self._chars >= BATCH_CHARS:
+                self._send()
                 self._on_batch(left)
-                flushed = True
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all documents so far have been written."""
-        return not self._batch
 
     def is_full(self, split: str, more: int = 0) -> bool:
         """Whether the split has reached its maximum number of tokens, with `more` tokens."""
         return split in self._limits and self._writer.sizes[split]["tokens"] + more >= self._limits[split]
 
     def flush(self) -> None:
-        """Encodes and writes the queue. Leaves out documents that begin after their split is full."""
-        texts = [piece for _, _, piece, _ in self._batch]
+        """Encodes and writes everything that was added."""
+        self._send()
+        self._send()
+
+    def _send(self) -> None:
+        """Begins to encode the queue, and meanwhile writes the batch before it: one core converts and writes tokens, and reads the
+        next documents, while the tokenizer uses the others."""
+        before, self._sent = self._sent, None
+        if self._batch:
+            self._sent = self._batch, self._thread.submit(self._encoded, self._batch)
+            self._batch, self._chars = [], 0
+        if before:
+            self._write(*before)
+
+    def _encoded(self, batch: "list[Piece]") -> "Sequence[Encoding]":
+        texts = [piece for _, _, piece, _ in batch]
         try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except (
             BaseException
         ) as error:  # the Rust side raises a plain Exception, or panics with a BaseException of its own
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            files = ", ".join(dict.fromkeys(entry.name for entry, *_ in self._batch[:3]))
+            files = ", ".join(dict.fromkeys(entry.name for entry, *_ in batch[:3]))
             raise DataError(
                 f"the tokenizer cannot encode the text of {files}: {error}; choose another tokenizer"
             ) from None
+
+    def _write(self, batch: "list[Piece]", encodings: "Future[Sequence[Encoding]]") -> None:
+        """Leaves out documents that begin after their split is full."""
         tokens: dict[str, list[int]] = {name: [] for name in SPLITS}
         ends: dict[str, list[int]] = {name: [] for name in SPLITS}
         sizes = dict.fromkeys(SPLITS, 0)
-        for (entry, split, piece, end), encoding in zip(self._batch, encodings, strict=True):
+        for (entry, split, piece, end), encoding in zip(batch, encodings.result(), strict=True):
             if self._starts:
                 self._drops = self.is_full(split, len(tokens[split]))
             n_bytes = len(piece.encode("utf-8"))
@@ -119,4 +134,3 @@ class Encoder:
             self._starts = end
         for name in SPLITS:
             self._writer.append_batch(name, tokens[name], sizes[name], ends[name])
-        self._batch, self._chars = [], 0

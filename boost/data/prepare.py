@@ -272,7 +272,9 @@ def _build(
         for document in reading.documents(phase, encoder.is_full, saved["position"] if saved else ()):
             for name, text in rule.parts(document):
                 encoder.add(document.entry, name, text)
-            if encoder.is_empty and (begun := time.monotonic()) >= next_commit:
+            if time.monotonic() >= next_commit:
+                encoder.flush()
+                begun = time.monotonic()
                 committed = {"written": writer.commit(), "position": reading.position(), "counts": encoder.counts}
                 save_progress(folder, {**decided, **committed})
                 now = time.monotonic()
