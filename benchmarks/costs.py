@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.results import write_numbers
 from boost.cli.main import main as boost
 from boost.config import Config, load
 from boost.train.rundir import environment
@@ -46,7 +47,7 @@ def main() -> int:
             ratio = dense["hours"] / low["hours"] if low and dense else None
             result["machines"].setdefault(name, {})[size] = {"cola": low, "llama": dense, "ratio": ratio}
             print(name, size, low.get("hours"), dense.get("hours"), ratio, flush=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_numbers(RESULT, result)
     return 0
 
 

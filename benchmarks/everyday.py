@@ -29,6 +29,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from xxhash import xxh3_128
 
+from benchmarks.experiments.results import write_numbers
 from boost.config import Config, load
 from boost.data.batches import Batches
 from boost.data.options import PrepareOptions
@@ -360,7 +361,7 @@ def main() -> int:
         load_before = os.getloadavg()[0]
         result = parts[name](args.folder, args.rounds)
         results[name] = {"environment": environment(Config()), "rounds": args.rounds, "load": load_before, **result}
-        RESULT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_numbers(RESULT, results)
         print(name, json.dumps(result, indent=1), flush=True)
     return 0
 

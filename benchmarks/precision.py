@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.experiments.results import write_numbers
 from boost.train.metrics import read_metrics
 
 RESULT = Path(__file__).parent / "precision.json"
@@ -39,7 +40,7 @@ def main() -> int:
     origin = json.loads(min(run.glob("environment*.json")).read_text(encoding="utf-8"))
     del origin["command"]  # TRAIN has all of it except the paths
     result = {"environment": origin, "command": TRAIN, "steps": 200, "heldout_loss": losses}
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_numbers(RESULT, result)
     print(json.dumps(losses, indent=2))
     return 0
 

@@ -25,6 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.results import write_numbers
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.heartbeat import read_beats
 from boost.train.metrics import read_metrics
@@ -60,7 +61,7 @@ def main() -> int:
     result = report(args, whole, killed, rounds) | {"seconds_undisturbed": whole_s, "seconds_with_kills": killed_s}
     result["goodput"] = step_seconds(killed) / killed_s
     result["goodput_undisturbed"] = step_seconds(whole) / whole_s
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_numbers(RESULT, result)
     print(json.dumps(result, indent=2))
     return 0
 

@@ -16,7 +16,6 @@ time CoLA's training step and LORO's updates.
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from benchmarks.commands import LEAST_ROUNDS, add_rounds, require_least
 from benchmarks.experiments.contest import Call, Ratio, in_words, ratio, take_turns
 from benchmarks.experiments.peers import of_family
 from benchmarks.experiments.plain import PlainStep, mean_loss
-from benchmarks.experiments.results import Facts, MeasurementError
+from benchmarks.experiments.results import Facts, MeasurementError, write_numbers
 from benchmarks.experiments.single import LEAST_S, sizes
 from boost.config import Config, load
 from boost.config.architecture import IGNORED, parameters
@@ -279,5 +278,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name}: {in_words(Ratio(**facts['speedup']))} times as fast as the published code", flush=True)
     whole = {"environment": environment(load("demo", ["--parallel.tp=1"])), "published": commits}
     whole |= {"transformers": transformers.__version__, "rounds": args.rounds, "equal": equal, "timed": timed}
-    args.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_numbers(args.out, whole)
     return 0

@@ -6,6 +6,7 @@ run, and the same command resumes them.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,13 @@ MACHINE = ("cpu", "cores", "gpus", "platform")
 def facts_of(experiment: str, config: Config, **numbers: Any) -> Facts:
     """Returns the numbers of an experiment with its name, configuration, command, versions and hardware."""
     return {"experiment": experiment, "environment": environment(config), "config": config.model_dump(), **numbers}
+
+
+def write_numbers(path: Path, numbers: object) -> None:
+    """Writes JSON with one line for each innermost list or object."""
+    inner = re.compile(r"(?<=[\[{])\n\s*([^\[\]{}]*?)\n\s*(?=[\]}])")
+    text = inner.sub(lambda match: re.sub(r"\n\s*", " ", match[1]), json.dumps(numbers, indent=1))
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def save_section(out: Path, facts: Facts, section: Section) -> None:

@@ -20,7 +20,7 @@ from statistics import median
 
 from benchmarks.commands import LEAST_ROUNDS, add_rounds, require_least
 from benchmarks.experiments.contest import in_words, ratio
-from benchmarks.experiments.results import Facts, MeasurementError
+from benchmarks.experiments.results import Facts, MeasurementError, write_numbers
 from boost.config import load
 from boost.measure.steps import shape
 from boost.train.progress import progress
@@ -80,5 +80,5 @@ def run(args: argparse.Namespace) -> int:
         "rounds": args.rounds,
         "configs": configs,
     }
-    args.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_numbers(args.out, whole)
     return 0
