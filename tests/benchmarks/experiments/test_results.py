@@ -1,5 +1,6 @@
 """Result files: environment, reading, and refusal to mix machines."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.experiments.results import (
     read,
     require_one_machine,
     resumed,
+    write_numbers,
 )
 from boost.config import load
 from boost.errors import ConfigError
@@ -26,6 +28,19 @@ def test_invalid_results_are_refused(tmp_path: Path) -> None:
             read(tmp_path / "r.json", "toy")
     with pytest.raises(ConfigError, match="No such file"):
         read(tmp_path / "none.json")
+
+
+def test_numbers_are_written_with_a_line_for_each_innermost_list_or_object(tmp_path: Path) -> None:
+    numbers = {
+        "times": [[1, 2.5], [3, None]],
+        "spread": {"low": 1, "high": 2},
+        "words": ["a  [b]", "{\n}", "c, d"],
+        "none": [],
+    }
+    write_numbers(tmp_path / "x.json", numbers)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == numbers
+    assert ' "spread": {"low": 1, "high": 2},\n' in text and "  [1, 2.5],\n" in text
 
 
 @pytest.mark.parametrize(("key", "value"), [("cpu", "another"), ("cores", 640), ("gpus", ["H200"])])
