@@ -16,7 +16,8 @@ import pytest
 import boost
 from boost.config import Config
 from boost.config.load import load
-from boost.train.hooks import Hook, StepEnd
+from boost.train.events import StepEnd
+from boost.train.hooks import Hook
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -127,7 +128,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=756, functions=160, files=30)
+STEP = Footprint(calls=729, functions=159, files=30)
 """One step of `boost train` on one process, with its hooks and its look at the lock on the run directory."""
 
 

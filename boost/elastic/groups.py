@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Work
 from torch.distributed import distributed_c10d as c10d
 
+from boost.train.agreement import PeersLostError
+
 POLL_S = 0.1
 """Interval at which a waiting process checks whether its membership has ended, in seconds."""
 
@@ -36,10 +38,6 @@ _CPU = torch.device("cpu")
 _abandoned: list["RecoverableGroup"] = []
 """Groups whose collectives may still run in gloo threads. Destroying such a group would wait for these threads."""
 _abandoned_lock = threading.Lock()
-
-
-class PeersLostError(Exception):
-    """A process in another replica was lost, so the collective will not complete."""
 
 
 class Membership:

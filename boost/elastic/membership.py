@@ -20,9 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from boost.elastic.groups import PeersLostError
 from boost.errors import ExcludedError, TrainingError
 from boost.parallel.mesh import share
+from boost.train.agreement import PeersLostError
 
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
 """Why a member was lost: its processes died, stopped responding, or slowed the others down (`run.exclude_slow`)."""

@@ -8,7 +8,7 @@ default group contains the processes of this replica. Legend: n replicas in a me
 import datetime
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -70,8 +70,6 @@ def open_replica(
 class ElasticMesh(Mesh):
     """A mesh whose replicas change during the run."""
 
-    background: Axis = field(default_factory=Axis)
-    """Axis of all processes, for a background thread."""
     members: tuple[str, ...] = ()
     """Names of the replicas along dp."""
     run: Callable[[Callable[[], Any]], Any] | None = None
@@ -96,7 +94,8 @@ class ElasticMesh(Mesh):
 
 def waiting_mesh(replica: Replica, run: Callable[[Callable[[], Any]], Any] | None = None) -> ElasticMesh:
     """The mesh for a replica that is waiting to join: it contains no other replica, and its rank is never the main process's."""
-    return ElasticMesh(replica.device, {**replica.axes, "dp": Axis()}, rank=replica.process + 1, size=1, run=run)
+    axes = {**replica.axes, "dp": Axis()}
+    return ElasticMesh(replica.device, axes, rank=replica.process + 1, size=1, background=Axis(), run=run)
 
 
 def join_members(

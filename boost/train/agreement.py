@@ -21,6 +21,10 @@ class ProcessFailure(Exception):
     """An action failed on at least one process. Raised on all processes."""
 
 
+class PeersLostError(Exception):
+    """A process in another replica was lost, so a collective will not complete. `Mesh.together` repeats the operation."""
+
+
 def run_on_all(
     mesh: Mesh,
     action: Callable[[], Any],

@@ -20,30 +20,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
 from boost.files import remove_leftovers, temporary_sibling
-from boost.parallel.gradients import StepStats
 from boost.paths import require_regular
 from boost.train.best_effort import best_effort
-from boost.train.hardware import memory_bytes, mfu
-from boost.train.hooks import (
-    EvalMetrics,
-    EvaluationEnd,
-    Hook,
-    Rollback,
-    RunEvent,
-    SampleEnd,
-    StepEnd,
-    StepMetrics,
-    TrainEnd,
-    Training,
-)
-from boost.train.rundir import RunDirectory, storage_errors
+from boost.train.events import EvalMetrics, EvaluationEnd, Rollback, RunEvent, SampleEnd, StepEnd, StepMetrics, TrainEnd
+from boost.train.hooks import Hook
+from boost.train.rundir import RunDirectory, flat_config, storage_errors
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
 
 log = logging.getLogger("boost")
 
@@ -84,24 +75,6 @@ def _line_model(of: type) -> type[BaseModel]:
 
 _LINES = {kind: _line_model(of) for kind, of in KINDS.items()}
 _EVENT = _line_model(RunEvent)
-
-
-def step_metrics(trainer: Training, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
-    """Metrics for the step that led to the trainer's current position."""
-    train, mesh = trainer.config.train, trainer.mesh
-    speed = train.global_batch * train.seq_len / seconds
-    return StepMetrics(
-        step=trainer.position.step,
-        loss=stats.loss,
-        lr=lr,
-        gradient_norm=stats.gradient_norm,
-        tokens_per_second=speed,
-        mfu=mfu(speed, trainer.flops_per_token, mesh.size, peak),
-        memory_bytes=memory_bytes(mesh.device),
-        tokens=trainer.position.tokens,
-        seconds=seconds,
-        cross_entropy=stats.cross_entropy,
-    )
 
 
 _event_files = itertools.count()
@@ -197,11 +170,11 @@ class MetricsWriter:
         """Writes one step or evaluation."""
         kind, prefix = ("step", "train") if isinstance(metrics, StepMetrics) else ("eval", "eval")
         self._add_line(kind, metrics)
-        values = flat_config(dataclasses.asdict(metrics), separator="/").items()
-        named = {
-            f"{prefix}/{name}": value for name, value in values if name not in ("step", "final") and value is not None
-        }
-
+        values = dataclasses.asdict(metrics)
+        values |= {f"heldout_losses/{name}": loss for name, loss in values.pop("heldout_losses", {}).items()}
+        named = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
+        for name in ("step", "final"):
+            named.pop(f"{prefix}/{name}", None)
         self._draw(metrics.step, scalars=named)
         for tracker in self._trackers:
             with best_effort(f"log to {tracker.__name__}", self._warn):
@@ -285,7 +258,7 @@ class MetricsHook(Hook):
         self._sampled = (0, 0)
         """Step of the last sample, and the sample's number within that step."""
 
-    def setup(self, trainer: Training) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         tracker_modules(trainer.config)
 
         def warn(text: str) -> None:
@@ -307,35 +280,35 @@ class MetricsHook(Hook):
                     if (kind, metrics.step) not in known:
                         self._writer.write(metrics)
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if self._writer:
             self._writer.write(event.metrics)
 
-    def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         if self._writer:
             self._writer.write(event.metrics)
 
-    def on_sample(self, trainer: Training, event: SampleEnd) -> None:
+    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
         step, number = self._sampled
         self._sampled = event.step, (number + 1 if step == event.step else 1)
         if self._writer:
             self._writer.sample(event, self._sampled[1])
 
-    def on_train_end(self, trainer: Training, event: TrainEnd) -> None:
+    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
         result = event.result
         end = RunEnd(result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or "")
         if self._writer:
             self._writer.end(end)
 
-    def on_event(self, trainer: Training, event: RunEvent) -> None:
+    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
         if self._writer:
             self._writer.event(event)
 
-    def on_rollback(self, trainer: Training, event: Rollback) -> None:
+    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         if self._writer:
             self._writer.rewind(event.step)
 
-    def teardown(self, trainer: Training) -> None:
+    def teardown(self, trainer: "Trainer") -> None:
         if self._writer:
             self._writer.close()
 
@@ -358,15 +331,6 @@ def _description(config: Config) -> dict[str, Any]:
 def _preformatted(text: str) -> str:
     """Formats `text` as a code block in TensorBoard's Markdown."""
     return "".join(f"    {line}\n" for line in text.split("\n"))
-
-
-def flat_config(tree: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """Flattens a tree to dotted keys: {"train": {"steps": 3}} becomes {"train.steps": 3}."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, dict)
-        flat |= flat_config(value, f"{prefix}{key}{separator}", separator) if inner else {f"{prefix}{key}": value}
-    return flat
 
 
 def tracker_modules(config: Config) -> list[ModuleType]:

@@ -214,6 +214,15 @@ class _RankLog(logging.FileHandler):
         self._failed = True
 
 
+def flat_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens a tree to dotted keys: {"train": {"steps": 3}} becomes {"train.steps": 3}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, dict)
+        flat |= flat_config(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
+
+
 def environment(config: Config) -> dict[str, Any]:
     """The environment that a run depends on. It contains no host name or install path, because run directories are shared."""
     import numpy

@@ -41,8 +41,9 @@ class Saves:
         return [folder for folder in (self.run.checkpoints, self.elsewhere) if folder]
 
     def prepare(self) -> None:
-        """Allocates host memory for background saves in advance, unless replicas change. Collective."""
-        if self.saver.prepares:
+        """Allocates host memory for background saves in advance. Collective. Does nothing if replicas change, because they rejoin
+        at different times."""
+        if self.mesh.background is None:
             self.saver.prepare()
 
     def start(self, position: Position) -> None:

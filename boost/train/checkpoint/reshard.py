@@ -120,6 +120,7 @@ class SaveShare:
 
     def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self.division = optimizer.division
         held = {(s.name, s.offsets): s.local.nbytes for s in local_slices(model, mesh, optimizer.parts())}
         by_rank = [held]
         if mesh.size > 1:

@@ -37,7 +37,7 @@ from boost.config import Config
 from boost.errors import BoostError, NonFiniteError, StorageError, TrainingError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
-from boost.train.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
+from boost.train.agreement import PeersLostError, ProcessFailure, root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
     CHUNK_BYTES,
     STATE_FILE,
@@ -69,6 +69,8 @@ _DTYPES = {
     torch.uint8: ("U8", np.uint8),
 }
 _BF16_EXPONENT = 0x7F80
+ABANDON_S = 5.0
+"""How long to wait for an abandoned save to end, in seconds; it may be writing a file."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
 """First and longest wait between attempts at the last save, in seconds."""
 
@@ -133,12 +135,7 @@ class HostBuffer:
 
 
 class CheckpointSaver:
-    """Saves one model and optimizer. All methods except `add_data`, `in_flight` and `close` are collective."""
-
-    expected_errors: tuple[type[Exception], ...] = ()
-    """Errors of a background save that are not bugs, so their tracebacks are not logged."""
-    prepares = True
-    """Whether the run calls `prepare` before its first step; `start` calls it anyway."""
+    """Saves one model and optimizer. All methods except `add_data`, `in_flight`, `abandon` and `close` are collective."""
 
     def __init__(
         self,
@@ -192,8 +189,11 @@ class CheckpointSaver:
     def prepare(self) -> None:
         """Allocates the buffer and the process group in advance, so that the first background save does not stall training."""
         share = self._current_share()
-        if self._group is None and self._mesh.size > 1:
-            self._group = self._open_group()
+        if self._mesh.background is not None:
+            self._group = self._mesh.background.group
+        elif self._group is None and self._mesh.size > 1:
+            timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffer.reserve(share.slices())
 
     def start(self, folder: Path, position: Position) -> None:
@@ -218,7 +218,7 @@ class CheckpointSaver:
             except Exception as error:
                 outcome = error
                 abandoned = self._thread is not threading.current_thread()
-                if not abandoned and not isinstance(error, (BoostError, *self.expected_errors)):
+                if not abandoned and not isinstance(error, BoostError | PeersLostError):
                     log.exception("the checkpoint for step %d was not saved", snapshot.state.step)
         if self._thread is threading.current_thread():
             self._outcome = outcome
@@ -260,26 +260,28 @@ class CheckpointSaver:
         assert outcome is not None
         return outcome
 
+    def abandon(self) -> int | None:
+        """Abandons the save in flight because the replicas change. Returns its step; None if no save was in flight."""
+        step, thread = self.in_flight, self._thread
+        self._thread = self._share = self._group = None
+        if thread is not None:
+            thread.join(ABANDON_S)
+            self._buffer = HostBuffer()  # the thread may still read the old one
+        return step
+
     def close(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for a save in flight, even after an error, because a checkpoint is worth the wait."""
         if self._thread:
             log.info("waiting for the checkpoint for step %d", self._step)
             self._thread.join(timeout_s)
-        if self._group and not (self._thread and self._thread.is_alive()):
-            self._close_group(self._group)
+        if self._group and self._mesh.background is None and not (self._thread and self._thread.is_alive()):
+            dist.destroy_process_group(self._group)
         self._group = None
 
     def _current_share(self) -> SaveShare:
-        self._share = self._share or SaveShare(self._model, self._optimizer, self._mesh)
+        if self._share is None or self._share.division != self._optimizer.division:
+            self._share = SaveShare(self._model, self._optimizer, self._mesh)
         return self._share
-
-    def _open_group(self) -> dist.ProcessGroup | None:
-        """The process group for background saves."""
-        timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
-        return dist.new_group(backend="gloo", timeout=timeout)
-
-    def _close_group(self, group: dist.ProcessGroup) -> None:
-        dist.destroy_process_group(group)
 
 
 def write_snapshot(
