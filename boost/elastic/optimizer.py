@@ -14,7 +14,6 @@ A division, an ordered list of replica names, determines which replica holds whi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from boost.config.optimizers import OptimConfig
 from boost.config.traffic import bucket_lengths
 from boost.elastic.mesh import ElasticMesh
 from boost.errors import TrainingError
+from boost.files import JsonObject
 from boost.models.fused import FusedParam
 from boost.optim import adamw
 from boost.optim.adamw import MOMENTS, Optimizer, Part, decays, fresh_state, fused_adamw, zeros
@@ -39,11 +39,11 @@ class WholeTransfer:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
-    def transfer_info(self) -> dict[str, Any]:
+    def transfer_info(self) -> JsonObject:
         """JSON-serializable state that a joining replica needs before `transfer`."""
         return {"updates": self._optimizer.updates}
 
-    def load_transfer_info(self, info: dict[str, Any]) -> None:
+    def load_transfer_info(self, info: JsonObject) -> None:
         """Inverse of `transfer_info`."""
         self._optimizer.updates = info["updates"]
 
@@ -225,11 +225,11 @@ class DividedAdamW(Optimizer):
 
     # Changes of replicas.
 
-    def transfer_info(self) -> dict[str, Any]:
+    def transfer_info(self) -> JsonObject:
         """The number of updates and the division."""
         return {"updates": self.updates, "division": list(self.division.names)}
 
-    def load_transfer_info(self, info: dict[str, Any]) -> None:
+    def load_transfer_info(self, info: JsonObject) -> None:
         """Adopts the division; this replica holds none of its pieces yet."""
         self.division, self._pieces = Division(tuple(info["division"])), {}
         self.updates = info["updates"]

@@ -17,13 +17,14 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
 
 from boost import errors
 from boost.config import Config
+from boost.config.schema import ParallelConfig
 from boost.elastic.beats import WAITS_S, WATCH_S, MemberBeats, StoreGuard
 from boost.elastic.groups import Membership, disconnect_abandoned, has_abandoned
 from boost.elastic.hooks import MembershipChange
@@ -31,13 +32,15 @@ from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, 
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.elastic.optimizer import transfer_of
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
-from boost.parallel.mesh import share
+from boost.files import JsonObject
+from boost.parallel.mesh import T, share
 from boost.train.agreement import PeersLostError, difference
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet
 from boost.train.replicas import Mismatch, ReplicaReport, digest
@@ -78,7 +81,8 @@ class Recovery:
         self.replica = open_replica(parallel, device, store, process, run.startup_timeout_s)
         self.member = Member(number, incarnation)
         self.slot, self.slots = number * replica_size(parallel) + process, parallel.world_size
-        self.operation, self._last = 0, None
+        self.operation = 0
+        self._last: object = None
         self.held: list[int] = []
         """Micro-batches in the current step whose gradients this process holds."""
         self.repeats = False
@@ -131,7 +135,7 @@ class Recovery:
 
     # Operations.
 
-    def run(self, attempt: Callable[[], Any]) -> Any:
+    def run(self, attempt: Callable[[], T]) -> T:
         """Runs one collective operation. If a replica is lost, the survivors repeat it or take the result from a process
         that has already completed it.
 
@@ -143,7 +147,7 @@ class Recovery:
         self._depth += 1
         try:
             while True:
-                result, failed = None, None
+                failed: BoostError | None = None
                 try:
                     try:
                         result = attempt()
@@ -157,15 +161,16 @@ class Recovery:
                     if of_others is _REPEAT:
                         continue
                     self._complete(of_others)
-                    return decode(of_others)
-                self._complete(encode(failed or result))
+                    return cast(T, decode(of_others))
                 if failed is not None:
+                    self._complete(encode(failed))
                     raise failed
+                self._complete(encode(result))
                 return result
         finally:
             self._depth -= 1
 
-    def _complete(self, result: Any) -> None:
+    def _complete(self, result: object) -> None:
         self.operation, self._last, self.held, self.repeats = self.operation + 1, result, [], False
 
     def own_share(self, micro_batches: int) -> list[int]:
@@ -188,7 +193,7 @@ class Recovery:
         assert place is not None, "a process only trains as a member"
         return deal(micro_batches, held)[place]
 
-    def _recover(self) -> Any:
+    def _recover(self) -> object:
         """Joins the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
         begun = self._agrees_since = time.monotonic()
         try:
@@ -437,7 +442,9 @@ class Recovery:
             leave(0)
 
 
-def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int, dist.Store, dist.Store, str]:
+def _start(
+    parallel: ParallelConfig, timeout_s: float, stopped: Stopped
+) -> tuple[int, int, dist.Store, dist.Store, str]:
     """(replica, process within it, the replica's store, the run's store, incarnation), read from the environment."""
     own: dist.Store
     if folder := launch_dir():
@@ -472,9 +479,10 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
 # Messages between processes are JSON, so that reading one never executes code.
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
+def state_of(trainer: Trainer) -> JsonObject:
     """The state that a rejoining replica needs besides weights and moments: the trainer's position, the state of its hooks, and
     what the others have read from files."""
+    hooks = [hook for hook in trainer.hooks if isinstance(hook, Hook)]
     return {
         "facts": trainer.facts(),
         "token": trainer.run.token,
@@ -482,11 +490,11 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "position": dataclasses.asdict(trainer.position),
         "judge": trainer.judge.state(),
         "optimizer": transfer_of(trainer.optimizer).transfer_info(),
-        "hooks": {type(hook).__name__: hook.state() for hook in trainer.hooks if not hook.main_only},
+        "hooks": {type(hook).__name__: hook.state() for hook in hooks if not hook.main_only},
     }
 
 
-def take_state(trainer: Trainer, state: dict[str, Any]) -> None:
+def take_state(trainer: Trainer, state: JsonObject) -> None:
     """Inverse of `state_of`. Raises ConfigError if this replica was started with another configuration, software or data."""
     if problem := difference(trainer.facts(), state["facts"], "this replica", "the others"):
         raise ConfigError(problem)
@@ -496,14 +504,15 @@ def take_state(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.judge.take_state(state["judge"])
     transfer_of(trainer.optimizer).load_transfer_info(state["optimizer"])
     for hook in trainer.hooks:
-        if found := state["hooks"].get(type(hook).__name__):
+        if isinstance(hook, Hook) and (found := state["hooks"].get(type(hook).__name__)):
             hook.take_state(found)
 
 
-_KINDS = {kind.__name__: kind for kind in (Evaluation, SavedCheckpoint, ReplicaReport, Mismatch)}
+Result = Evaluation | SavedCheckpoint | ReplicaReport | Mismatch
+_KINDS: dict[str, Callable[..., Result]] = {kind.__name__: kind for kind in get_args(Result)}
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> object:
     """Encodes an operation's result, or the error that it raised, for processes that are one operation behind."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -515,13 +524,13 @@ def encode(value: Any) -> Any:
         return {"list" if isinstance(value, list) else "tuple": [encode(each) for each in value]}
     if isinstance(value, dict):
         return {"dict": {key: encode(each) for key, each in value.items()}}
-    if type(value).__name__ in _KINDS:
+    if isinstance(value, Result):
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"kind": type(value).__name__, "fields": fields}
     return {"unknown": type(value).__name__}
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any) -> object:
     """Inverse of `encode`. If the operation raised an error, raises it again."""
     if not isinstance(value, dict):
         return value

@@ -45,7 +45,13 @@ class ElasticSession(Session):
         return Heartbeat(slot, self.config.run, on_hang, self.recovery.board, self.recovery.member.incarnation)
 
     def faults(self, faults: Sequence[Fault]) -> Hook:
-        return _Faults(list(faults), self.recovery)
+        return FaultInjection(list(faults), self._wait_for_newcomer)
+
+    def _wait_for_newcomer(self) -> None:
+        """Returns once a lost replica asks to rejoin, immediately if none is missing, and after at most WAIT_S seconds."""
+        until = time.monotonic() + WAIT_S
+        while self.recovery.is_short and not self.recovery.has_waiting() and time.monotonic() < until:
+            time.sleep(0.02)
 
     def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> Trainer:
         config, recovery = self.config, self.recovery
@@ -88,18 +94,3 @@ class Admission(Hook):
         rolls_back = trainer.judge.rollback_reason is not None  # they are still waiting after the next step
         if event.joins and not (event.last or event.stopping or rolls_back):
             self._recovery.admit()
-
-
-class _Faults(FaultInjection):
-    def __init__(self, faults: list[Fault], recovery: Recovery) -> None:
-        super().__init__(faults)
-        self._recovery = recovery
-
-    def actions(self, trainer: Trainer) -> dict[str, Callable[[], object]]:
-        return super().actions(trainer) | {"wait": self._wait_for_newcomer}
-
-    def _wait_for_newcomer(self) -> None:
-        """Returns once a lost replica asks to rejoin, immediately if none is missing, and after at most WAIT_S seconds."""
-        until = time.monotonic() + WAIT_S
-        while self._recovery.is_short and not self._recovery.has_waiting() and time.monotonic() < until:
-            time.sleep(0.02)

@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from boost.config.schema import Config, TrainConfig
 from boost.errors import NonFiniteError, StorageError, TrainingError
+from boost.files import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.agreement import run_on_main
 from boost.train.best_effort import best_effort
@@ -103,11 +103,11 @@ class PeriodicCheckpoint(Hook):
         """The last evaluated step if it is the best so far and not yet saved."""
         self._saved_step: int | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         checkpoints = {"best": self._best, "candidate": self._candidate}
         return {name: asdict(checkpoint) if checkpoint else None for name, checkpoint in checkpoints.items()}
 
-    def take_state(self, state: dict[str, Any]) -> None:
+    def take_state(self, state: JsonObject) -> None:
         self._best, self._candidate = (
             BestCheckpoint(**state[name]) if state[name] else None for name in ("best", "candidate")
         )

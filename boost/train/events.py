@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:  # this module is imported before torch
     from boost.train.checkpoint import Position
@@ -214,9 +214,3 @@ class AnyHook(Protocol):
     """What `HookRunner` knows of a hook (`boost.train.hooks`); everything else is a method for each event."""
 
     main_only: ClassVar[bool]
-
-    def state(self) -> dict[str, Any]:
-        """State of the hook, which a process that joins the run loads."""
-
-    def take_state(self, state: dict[str, Any]) -> None:
-        """Loads the `state` that the same hook had on another process."""

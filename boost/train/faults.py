@@ -72,8 +72,9 @@ def parse_fault(text: str, steps: int, world_size: int) -> Fault:
 class FaultInjection(Hook):
     """Injects this process's faults."""
 
-    def __init__(self, faults: list[Fault]) -> None:
-        self._faults = faults
+    def __init__(self, faults: list[Fault], wait: Callable[[], object] = lambda: None) -> None:
+        """`wait`: the action of that name."""
+        self._faults, self._wait = faults, wait
         self._nan_pending = False
 
     def setup(self, trainer: "Trainer") -> None:
@@ -99,7 +100,7 @@ class FaultInjection(Hook):
             "flip": lambda: flip_exponent_bit(trainer.fused_params[0].tensor),
             "disk-full": lambda: fail_next_write(trainer.run.checkpoints),
             "slow": lambda: time.sleep(SLOW_S),
-            "wait": lambda: None,
+            "wait": self._wait,
         }
 
 

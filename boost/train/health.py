@@ -21,8 +21,9 @@ import contextlib
 import math
 from collections import deque
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
+from boost.files import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.events import Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics, TrainStart
 from boost.train.hooks import Hook
@@ -148,10 +149,10 @@ class HealthMonitor(Hook):
             has_better = any(not ckpt.marks_of(path)[0] for path in trainer.saves.complete())
         return trouble.text if trouble.ruined and has_better else None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {"healthy": self._healthy, "owes_save": self._owes_save, "recent": self._detector.state()}
 
-    def take_state(self, state: dict[str, Any]) -> None:
+    def take_state(self, state: JsonObject) -> None:
         self._healthy, self._owes_save = state["healthy"], state["owes_save"]
         self._detector.take_state(state["recent"])
 

@@ -49,8 +49,9 @@ The launcher then ends the other processes, as after any error. An error in `bef
 TrainingError on the others) before anything is written. An error in `teardown` is only logged, because the run is over.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from boost.files import JsonObject
 from boost.train.events import (
     BadStep,
     EvaluationEnd,
@@ -106,11 +107,11 @@ class Hook:
     def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
         """Called for any other event at any point in the run, such as the loss or return of a replica."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """State of the hook as JSON-serializable values, which a process that joins the run loads. Empty by default."""
         return {}
 
-    def take_state(self, state: dict[str, Any]) -> None:
+    def take_state(self, state: JsonObject) -> None:
         """Loads the `state` that the same hook had on another process."""
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:

@@ -7,10 +7,10 @@ All processes judge identically, because they judge by the same numbers. Hooks d
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from boost.data.mixture import AnySplit
 from boost.errors import TrainingError
+from boost.files import JsonObject
 from boost.train.agreement import run_on_main
 from boost.train.checkpoint import Position
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
@@ -44,12 +44,12 @@ class Judge:
         self._checked: Position | None = None
         """Position of the last successful replica check."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """What a process that joins the run must know, as JSON-serializable values."""
         trouble = asdict(self.trouble) if self.trouble else None
         return {"trouble": trouble, **{name: getattr(self, name) for name in _COUNTS}}
 
-    def take_state(self, state: dict[str, Any]) -> None:
+    def take_state(self, state: JsonObject) -> None:
         """Inverse of `state`."""
         self.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
         for name in _COUNTS:
@@ -101,7 +101,7 @@ class Judge:
     def rollback_target(self, reason: str) -> Path:
         """The newest proven checkpoint. Raises TrainingError if there is none, or after too many rollbacks."""
         # Only the main process searches, because others might see a folder while it is being renamed.
-        target: Path | None = run_on_main(self._stepper.mesh, self.proven, TrainingError)
+        target = run_on_main(self._stepper.mesh, self.proven, TrainingError)
         if target is None:
             raise TrainingError(f"{reason}; train.on_spike = 'rollback', but there is no proven checkpoint")
         if self.rollbacks > MAX_ROLLBACKS:

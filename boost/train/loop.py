@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from boost.errors import (
     StorageError,
     TrainingError,
 )
+from boost.files import JsonObject
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
@@ -101,7 +101,7 @@ class Trainer:
         self.fused_params, self.optimizer = self.stepper.fused_params, self.stepper.optimizer
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
-        self.inherited: dict[str, Any] = {}
+        self.inherited: JsonObject = {}
         """Data that this run's checkpoints inherit from the one that it resumed or started from."""
         self.resumed_from: Path | None = None
         self.started_from: Path | None = None
@@ -184,7 +184,7 @@ class Trainer:
             log.warning(warning)
         self.saves.supersede_later(self.resumed_from, self.position.step)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """What must be equal on all processes, by name, as JSON values. Paths may differ: what they lead to is compared."""
         fields = flat_config(
             self.config.model_dump(mode="json", exclude={"run": {"dir", "device"}, "data": {"store", "mixture"}})
@@ -217,7 +217,7 @@ class Trainer:
         ckpt.load_weights(checkpoint, self.model, self.mesh)
         return checkpoint
 
-    def inherit(self, data: dict[str, Any]) -> None:
+    def inherit(self, data: JsonObject) -> None:
         """Makes this run's checkpoints record `data` (`inherited_data`)."""
         self.inherited = data
         self.saves.saver.add_data(data)
@@ -430,7 +430,7 @@ class Trainer:
 
         def ask_hooks() -> list[str]:
             reasons = self.notify("before_save", SaveStart(step, last))
-            return [reason or "refused by a hook" for reason in reasons if reason is not None]
+            return [str(reason or "refused by a hook") for reason in reasons if reason is not None]
 
         # These requests are not part of the step statistics, because saves are rare and a hook may inspect the current weights.
         answers = run_on_all(self.mesh, ask_hooks, TrainingError)
@@ -496,7 +496,7 @@ class Trainer:
         reason = name if by_signal else self._stop_reason or "a hook on another process"
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
-    def notify(self, event: str, *arguments: object) -> list[Any]:
+    def notify(self, event: str, *arguments: object) -> list[object]:
         """Calls the method `event` of every hook on this process. Returns their results."""
         return self._runner.call(event, self, *arguments)
 
@@ -530,7 +530,7 @@ class HookRunner:
         self._hooks = hooks
         self._main_only_hook: AnyHook | None = None
 
-    def call(self, event: str, *arguments: object) -> list[Any]:
+    def call(self, event: str, *arguments: object) -> list[object]:
         """Calls the method `event` of every hook. Returns their results."""
         # A copy: `add` may add hooks during the loop.
         return [self._call_one(hook, event, *arguments) for hook in list(self._hooks)]
@@ -558,7 +558,7 @@ class HookRunner:
                 "set main_only = False, or call request_save() for a checkpoint"
             )
 
-    def _call_one(self, hook: AnyHook, event: str, *arguments: object) -> Any:
+    def _call_one(self, hook: AnyHook, event: str, *arguments: object) -> object:
         outer = self._main_only_hook
         self._main_only_hook = hook if hook.main_only else outer
         try:

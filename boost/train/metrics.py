@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
-from boost.files import remove_leftovers, temporary_sibling
+from boost.files import JsonObject, remove_leftovers, temporary_sibling
 from boost.paths import require_regular
 from boost.train.best_effort import best_effort
 from boost.train.events import EvalMetrics, EvaluationEnd, Rollback, RunEvent, SampleEnd, StepEnd, StepMetrics, TrainEnd
@@ -34,6 +34,8 @@ from boost.train.hooks import Hook
 from boost.train.rundir import RunDirectory, flat_config, storage_errors
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from boost.train.loop import Trainer
 
 log = logging.getLogger("boost")
@@ -65,7 +67,7 @@ TEXTS = ("kind", "prompt", "text", "state", "reason")
 def _line_model(of: type) -> type[BaseModel]:
     """Checks the types in a line with the fields of a dataclass. Other fields are ignored."""
     hints, counted = get_type_hints(of), Annotated[int, Field(ge=0, lt=2**63)]
-    fields: dict[str, Any] = {"kind": (str, ...)}
+    fields: JsonObject = {"kind": (str, ...)}
     for field in dataclasses.fields(of):
         required = field.default is field.default_factory is dataclasses.MISSING
         hint = hints[field.name]
@@ -224,7 +226,7 @@ class MetricsWriter:
                 tracker.finish()
         self._board, self._trackers = None, []
 
-    def _add_line(self, kind: str, event: Any) -> None:
+    def _add_line(self, kind: str, event: "DataclassInstance") -> None:
         with best_effort("write metrics.jsonl", self._warn):
             values = _finite({"kind": kind, **dataclasses.asdict(event)})
             self._file.write(json.dumps(values, allow_nan=False) + "\n")
@@ -313,7 +315,7 @@ class MetricsHook(Hook):
             self._writer.close()
 
 
-def _description(config: Config) -> dict[str, Any]:
+def _description(config: Config) -> JsonObject:
     """The event with the configuration, as text and, except for [run], for the HPARAMS tab.
 
     Leaves out hparams' list of hyperparameters for all runs in a folder, because runs differ by model family.
@@ -345,7 +347,7 @@ def tracker_modules(config: Config) -> list[ModuleType]:
         raise ConfigError("run.wandb = true: the package 'wandb' is not installed; run 'pip install wandb'") from None
 
 
-def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dict[str, Any]]:
+def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[JsonObject]:
     """Reads all lines in a metrics.jsonl, except an incomplete last line (after a crash or in a live run).
 
     Raises DataError if any other line is damaged: not JSON, or without the fields and types of its `kind`. If a list `damaged` is
@@ -397,7 +399,7 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
     return len(damaged)
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def _finite(values: JsonObject) -> JsonObject:
     """Converts non-finite numbers to strings, including those in nested dictionaries. Leaves out fields without a value."""
     return {
         name: _finite(value)
@@ -410,7 +412,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
+def _from_line(line: bytes, path: Path | str, number: int) -> JsonObject:
     try:
         values = _numbers(json.loads(line), TEXTS)
         _LINES.get(values["kind"], _EVENT).model_validate(values)
@@ -419,7 +421,7 @@ def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     return values
 
 
-def _numbers(values: dict[str, Any], texts: Sequence[str] = ()) -> dict[str, Any]:
+def _numbers(values: JsonObject, texts: Sequence[str] = ()) -> JsonObject:
     """Inverse of `_finite`."""
     return {
         name: _numbers(value)

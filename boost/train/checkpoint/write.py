@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from boost.config import Config
 from boost.errors import BoostError, NonFiniteError, StorageError, TrainingError
+from boost.files import JsonObject
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
 from boost.train.agreement import PeersLostError, ProcessFailure, root_cause, run_on_all, run_on_main
@@ -143,7 +144,7 @@ class CheckpointSaver:
         optimizer: Optimizer,
         config: Config,
         tokenizer: bytes,
-        data: dict[str, Any],
+        data: JsonObject,
         mesh: Mesh,
         guard: Callable[[Path], None] = lambda _: None,
     ) -> None:
@@ -158,7 +159,7 @@ class CheckpointSaver:
         self._step = 0
         self._outcome: SavedCheckpoint | Exception | None = None
 
-    def add_data(self, data: dict[str, Any]) -> None:
+    def add_data(self, data: JsonObject) -> None:
         """Adds entries to the `data` that later checkpoints record."""
         self._data = {**self._data, **data}
 
@@ -427,7 +428,7 @@ def _check_and_hash(chunk: list[Piece]) -> bytes:
 def _header(slices: list[LocalSlice], place: Mapping[str, str]) -> bytes:
     sharding = {tensor.name: {OFFSETS: list(tensor.offsets)} for tensor in slices}
     metadata = {"DCP_VERSION": "1.0", SHARDING: json.dumps(sharding), "format": "pt", **place}
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: JsonObject = {"__metadata__": metadata}
     begin = 0
     for tensor in slices:
         end = begin + tensor.local.nbytes
@@ -500,7 +501,7 @@ def fallback_folder(config: Config) -> Path | None:
 
 
 def finish_weights(
-    temporary: Path, final: Path, config: Config, data: dict[str, Any], texts: Iterable[tuple[str, str]]
+    temporary: Path, final: Path, config: Config, data: JsonObject, texts: Iterable[tuple[str, str]]
 ) -> None:
     """Adds the state at step 0, before any optimizer update, and the files in `texts`. Moves the complete checkpoint to its final
     path, where it replaces an earlier one."""
