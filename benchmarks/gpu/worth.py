@@ -23,7 +23,8 @@ import numpy as np
 import boost
 from boost.config import Config, load
 from boost.config.architecture import flops_per_token, parameter_count
-from boost.train.hooks import StepEnd, Training
+from boost.train.events import StepEnd
+from boost.train.loop import Trainer
 from boost.train.rundir import environment
 
 FAMILIES = ("dense", "svd", "cola", "lax")
@@ -48,7 +49,7 @@ class ReadOff(boost.Hook):
         self.seconds = 0.0
         self.points: list[dict[str, float]] = []
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         if event.metrics.step > COMPILES:
             self.seconds += event.metrics.seconds
         is_over = (

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from boost.config import Config, for_weights
 from boost.config.load import as_config
 from boost.errors import ConfigError, Stopped
-from boost.train.hooks import Hook, TrainResult
+from boost.train.events import TrainResult
+from boost.train.hooks import Hook
 
 if TYPE_CHECKING:
     from boost.api.model import Model

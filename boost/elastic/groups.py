@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, Work
 from torch.distributed import distributed_c10d as c10d
 
+from boost.train.agreement import PeersLostError
+
 POLL_S = 0.1
 """Interval at which a waiting process checks whether its membership has ended, in seconds."""
 
@@ -33,13 +35,11 @@ ABORT_S = 20.0
 
 _CPU = torch.device("cpu")
 
+Options = dist.AllreduceOptions | dist.BroadcastOptions | AllgatherOptions | dist.BarrierOptions
+
 _abandoned: list["RecoverableGroup"] = []
 """Groups whose collectives may still run in gloo threads. Destroying such a group would wait for these threads."""
 _abandoned_lock = threading.Lock()
-
-
-class PeersLostError(Exception):
-    """A process in another replica was lost, so the collective will not complete."""
 
 
 class Membership:
@@ -132,7 +132,7 @@ class RecoverableGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         label: Any = f"{name}/{membership.number}"
         self._membership, self._label, self._what = membership, label, name
-        self._in_flight: dict[int, Any] = {}
+        self._in_flight: dict[int, Work] = {}
         """Collectives that have not been waited for, by number."""
         self._started = 0
         self._on_stream: dict[int, tuple[float, torch.cuda.Event]] = {}
@@ -165,7 +165,7 @@ class RecoverableGroup(dist.ProcessGroup):
             c10d._unregister_process_group(self._label)
         world = c10d._world
         for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-            cast(dict[Any, Any], known).pop(self, None)
+            cast(dict[dist.ProcessGroup, object], known).pop(self, None)
         with _abandoned_lock:
             _abandoned.append(self)
         disconnect_abandoned()
@@ -246,7 +246,7 @@ class RecoverableGroup(dist.ProcessGroup):
         finally:
             del waiting[thread]
 
-    def _start(self, what: str, tensors: Sequence[Tensor], opts: Any, start: Callable[[Any], Any]) -> Work:
+    def _start(self, what: str, tensors: Sequence[Tensor], opts: Options, start: Callable[[Any], Work]) -> Work:
         """Starts a collective, unless the membership has ended. Never raises, because an error in a gradient hook would stop a
         backward pass that is worth finishing."""
         self._started += 1
@@ -278,20 +278,20 @@ class RecoverableGroup(dist.ProcessGroup):
     def setGroupDesc(self, what: str) -> None:
         self._what = what
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions | None = None) -> Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         return self._start("all-reduce", tensors, opts, lambda backend: backend.allreduce(tensors, opts))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> Work:  # type: ignore[override]
         return self._start("broadcast", tensors, opts, lambda backend: backend.broadcast(tensors, opts))
 
     def allgather(  # type: ignore[override]
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: AllgatherOptions | None = None
     ) -> Work:
         opts = opts or AllgatherOptions()
         return self._start("all-gather", inputs, opts, lambda backend: backend.allgather(outputs, inputs, opts))
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None) -> Work:
         """torch 2.15 uses this to gather objects."""
         return self.allgather([list(output.view(self.size(), *input.shape).unbind())], [input], opts)
 
@@ -300,9 +300,9 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._start("barrier", [], opts, lambda backend: backend.barrier(opts))
 
 
-def _connected(name: str, store: dist.Store, rank: int, size: int, membership: Membership) -> Any:
+def _connected(name: str, store: dist.Store, rank: int, size: int, membership: Membership) -> dist.ProcessGroupGloo:
     """Creates a gloo group in a thread and abandons the thread if the membership ends before all processes have connected."""
-    made: list[Any] = []
+    made: list[dist.ProcessGroupGloo | Exception] = []
 
     def connect() -> None:
         try:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from boost.elastic.membership import Decision, Member
 from boost.errors import StorageError
+from boost.train.events import RunEvent, StepEnd
 from boost.train.heartbeat import Beat
-from boost.train.hooks import Hook, RunEvent, StepEnd, Training
+from boost.train.hooks import Hook
+from boost.train.loop import Trainer
 from boost.train.run_lock import RunLock
 from boost.train.worker import take_terminal
 
@@ -60,7 +62,7 @@ class TakeOver(Hook):
     def __init__(self) -> None:
         self._lock = contextlib.ExitStack()
 
-    def setup(self, trainer: Training) -> None:
+    def setup(self, trainer: Trainer) -> None:
         if not trainer.takes_over:
             return
         take_terminal()
@@ -69,7 +71,7 @@ class TakeOver(Hook):
         except StorageError as error:
             log.warning("%s; training continues without the lock on the run directory", error)
 
-    def teardown(self, trainer: Training) -> None:
+    def teardown(self, trainer: Trainer) -> None:
         self._lock.close()
 
 
@@ -91,10 +93,10 @@ class SlowReplicas(Hook):
         self._reported: set[Member] = set()
         self._looked_at = 0.0
 
-    def on_event(self, trainer: Training, event: RunEvent) -> None:
+    def on_event(self, trainer: Trainer, event: RunEvent) -> None:
         self._since = {}
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         now = time.monotonic()
         if not self._steps or now - self._looked_at < LOOK_S:
             return

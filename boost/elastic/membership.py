@@ -16,13 +16,12 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
-from boost.elastic.groups import PeersLostError
 from boost.errors import ExcludedError, TrainingError
 from boost.parallel.mesh import share
+from boost.train.agreement import PeersLostError
 
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
 """Why a member was lost: its processes died, stopped responding, or slowed the others down (`run.exclude_slow`)."""
@@ -47,7 +46,7 @@ class Report:
 
     operation: int
     """The number of the first operation that the process has not completed."""
-    result: Any = None
+    result: object = None
     """Result of the previous operation, JSON-serializable."""
     held: tuple[int, ...] = ()
     """Micro-batches in the current step whose gradients the process holds."""
@@ -66,7 +65,7 @@ class Decision:
     """Oldest first. The main process belongs to the first member as long as that member is alive."""
     operation: int = 0
     """The operation at which all processes resume."""
-    result: Any = None
+    result: object = None
     """Result of the previous operation, for processes that did not receive it."""
     held: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Micro-batches of the step whose gradients all processes of a member hold, by incarnation."""

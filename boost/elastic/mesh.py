@@ -8,8 +8,8 @@ default group contains the processes of this replica. Legend: n replicas in a me
 import datetime
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,21 +66,25 @@ def open_replica(
     return Replica(device, axes_of(sizes, device, timeout_s)[1], process, size)
 
 
+class Together(Protocol):
+    """Runs an operation on all processes, and returns its result (`Mesh.together`)."""
+
+    def __call__(self, operation: Callable[[], T], /) -> T:
+        """Runs the operation."""
+
+
 @dataclass(eq=False)
 class ElasticMesh(Mesh):
     """A mesh whose replicas change during the run."""
 
-    background: Axis = field(default_factory=Axis)
-    """Axis of all processes, for a background thread."""
     members: tuple[str, ...] = ()
     """Names of the replicas along dp."""
-    run: Callable[[Callable[[], Any]], Any] | None = None
+    run: Together | None = None
     """Runs an operation and repeats it if a replica is lost meanwhile (`Recovery.run`); None: operations run once."""
 
     def together(self, operation: Callable[[], T]) -> T:
         """Runs an operation on all processes; if a replica is lost meanwhile, runs it again."""
-        result: T = self.run(operation) if self.run else operation()
-        return result
+        return self.run(operation) if self.run else operation()
 
     def become(self, other: "ElasticMesh") -> None:
         """Takes over the coordinates and groups of another mesh."""
@@ -94,9 +98,10 @@ class ElasticMesh(Mesh):
         return self.tp
 
 
-def waiting_mesh(replica: Replica, run: Callable[[Callable[[], Any]], Any] | None = None) -> ElasticMesh:
+def waiting_mesh(replica: Replica, run: Together | None = None) -> ElasticMesh:
     """The mesh for a replica that is waiting to join: it contains no other replica, and its rank is never the main process's."""
-    return ElasticMesh(replica.device, {**replica.axes, "dp": Axis()}, rank=replica.process + 1, size=1, run=run)
+    axes = {**replica.axes, "dp": Axis()}
+    return ElasticMesh(replica.device, axes, rank=replica.process + 1, size=1, background=Axis(), run=run)
 
 
 def join_members(

@@ -14,7 +14,6 @@ A division, an ordered list of replica names, determines which replica holds whi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from boost.config.optimizers import OptimConfig
 from boost.config.traffic import bucket_lengths
 from boost.elastic.mesh import ElasticMesh
 from boost.errors import TrainingError
+from boost.files import JsonObject
 from boost.models.fused import FusedParam
 from boost.optim import adamw
 from boost.optim.adamw import MOMENTS, Optimizer, Part, decays, fresh_state, fused_adamw, zeros
@@ -39,11 +39,11 @@ class WholeTransfer:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
-    def transfer_info(self) -> dict[str, Any]:
+    def transfer_info(self) -> JsonObject:
         """JSON-serializable state that a joining replica needs before `transfer`."""
         return {"updates": self._optimizer.updates}
 
-    def load_transfer_info(self, info: dict[str, Any]) -> None:
+    def load_transfer_info(self, info: JsonObject) -> None:
         """Inverse of `transfer_info`."""
         self._optimizer.updates = info["updates"]
 
@@ -104,6 +104,9 @@ Pieces = dict[int, dict[Tensor, dict[str, Tensor]]]
 class DividedAdamW(Optimizer):
     """AdamW for every parameter. This process holds the moments of two pieces."""
 
+    division: Division
+    """The replicas among which `parts` are divided."""
+
     def __init__(self, fused_params: Sequence[FusedParam], optim: OptimConfig, mesh: ElasticMesh) -> None:
         self._fused, self._optim, self._mesh = [f for f in fused_params if f.tensor.requires_grad], optim, mesh
         rest = iter(self._fused)
@@ -157,7 +160,7 @@ class DividedAdamW(Optimizer):
         self.updates = updates
 
     @property
-    def conflict(self) -> int | None:
+    def conflict(self) -> int | None:  # type: ignore[override]
         """The dp rank of a replica whose update of the same rows has differed from this one's; None if there is none."""
         members = self._mesh.members
         return next((members.index(n) if n in members else self._mesh.dp.rank for n in self._conflicts), None)
@@ -222,15 +225,11 @@ class DividedAdamW(Optimizer):
 
     # Changes of replicas.
 
-    def require_whole(self) -> None:
-        """Raises TrainingError if some of the moments are on no remaining replica."""
-        self.division.sources(self._mesh.members)
-
-    def transfer_info(self) -> dict[str, Any]:
+    def transfer_info(self) -> JsonObject:
         """The number of updates and the division."""
         return {"updates": self.updates, "division": list(self.division.names)}
 
-    def load_transfer_info(self, info: dict[str, Any]) -> None:
+    def load_transfer_info(self, info: JsonObject) -> None:
         """Adopts the division; this replica holds none of its pieces yet."""
         self.division, self._pieces = Division(tuple(info["division"])), {}
         self.updates = info["updates"]
@@ -292,7 +291,8 @@ class DividedAdamW(Optimizer):
     # Checkpoints.
 
     def parts(self) -> list[Part]:
-        """One part per piece."""
+        """One part per piece. Raises TrainingError if some of the moments are on no remaining replica."""
+        self.division.sources(self._mesh.members)
         return [
             {
                 tensor: (self.division.rows(tensor, piece).start, values)
@@ -303,8 +303,9 @@ class DividedAdamW(Optimizer):
         ]
 
 
-Transfer = WholeTransfer | DividedAdamW
-"""Brings the optimizer state of joining replicas up to date."""
+def transfer_of(optimizer: Optimizer) -> WholeTransfer | DividedAdamW:
+    """What brings the optimizer's state on joining replicas up to date."""
+    return optimizer if isinstance(optimizer, DividedAdamW) else WholeTransfer(optimizer)
 
 
 def _rows_view(tensor: Tensor, rows: range) -> Tensor:

@@ -17,28 +17,31 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
 
 from boost import errors
 from boost.config import Config
+from boost.config.schema import ParallelConfig
 from boost.elastic.beats import WAITS_S, WATCH_S, MemberBeats, StoreGuard
-from boost.elastic.groups import Membership, PeersLostError, disconnect_abandoned, has_abandoned
+from boost.elastic.groups import Membership, disconnect_abandoned, has_abandoned
 from boost.elastic.hooks import MembershipChange
 from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, Report, deal
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
-from boost.elastic.optimizer import Transfer
+from boost.elastic.optimizer import transfer_of
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
-from boost.parallel.mesh import share
-from boost.train.agreement import difference
+from boost.files import JsonObject
+from boost.parallel.mesh import T, share
+from boost.train.agreement import PeersLostError, difference
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
-from boost.train.hooks import Hook, RunTrouble, Training
+from boost.train.hooks import Hook
+from boost.train.loop import Trainer
 from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet
 from boost.train.replicas import Mismatch, ReplicaReport, digest
 from boost.train.worker import leave
@@ -56,31 +59,6 @@ EXCLUDED_GRACE_S = 5.0
 """Time that a process has to exit on its own once the others continue without it, in seconds."""
 
 _REPEAT = object()
-
-
-class RecoverableRun(Training, Protocol):
-    """The trainer interface that recovery uses (`boost.elastic.trainer.ElasticTrainer`)."""
-
-    transfer: Transfer
-    """Sends the optimizer's state to joining replicas."""
-    reducer: Any
-    """Sums gradients; `rejoin(mesh)` makes it sum over the replicas of a new membership."""
-    rollbacks: Any
-    """The run's rollbacks so far, as an object whose attributes are plain values."""
-    hooks: list[Hook]
-    inherited: dict[str, Any]
-
-    def facts(self) -> dict[str, Any]:
-        """What must be equal on all processes, by name."""
-
-    def inherit(self, data: dict[str, Any]) -> None:
-        """Makes this run's checkpoints record `data`."""
-
-    def adopt(self, event: MembershipChange) -> None:
-        """Continues with a new set of replicas."""
-
-    def abandon_save(self) -> None:
-        """Abandons the save in flight, if any, because the replicas change."""
 
 
 class Recovery:
@@ -103,13 +81,17 @@ class Recovery:
         self.replica = open_replica(parallel, device, store, process, run.startup_timeout_s)
         self.member = Member(number, incarnation)
         self.slot, self.slots = number * replica_size(parallel) + process, parallel.world_size
-        self.operation, self._last = 0, None
+        self.operation = 0
+        self._last: object = None
         self.held: list[int] = []
         """Micro-batches in the current step whose gradients this process holds."""
         self.repeats = False
         """Whether the current operation is being repeated."""
         self._depth, self._admits, self._closed = 0, False, threading.Event()
-        self.trainer: RecoverableRun | None = None
+        self.trainer: Trainer | None = None
+        self._is_fitting, self._early = False, list[MembershipChange]()
+        self._repeats_save = False
+        """Whether a save was abandoned, which the remaining replicas repeat."""
         self._beats = MemberBeats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
         self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
@@ -153,7 +135,7 @@ class Recovery:
 
     # Operations.
 
-    def run(self, attempt: Callable[[], Any]) -> Any:
+    def run(self, attempt: Callable[[], T]) -> T:
         """Runs one collective operation. If a replica is lost, the survivors repeat it or take the result from a process
         that has already completed it.
 
@@ -165,7 +147,7 @@ class Recovery:
         self._depth += 1
         try:
             while True:
-                result, failed = None, None
+                failed: BoostError | None = None
                 try:
                     try:
                         result = attempt()
@@ -179,15 +161,16 @@ class Recovery:
                     if of_others is _REPEAT:
                         continue
                     self._complete(of_others)
-                    return decode(of_others)
-                self._complete(encode(failed or result))
+                    return cast(T, decode(of_others))
                 if failed is not None:
+                    self._complete(encode(failed))
                     raise failed
+                self._complete(encode(result))
                 return result
         finally:
             self._depth -= 1
 
-    def _complete(self, result: Any) -> None:
+    def _complete(self, result: object) -> None:
         self.operation, self._last, self.held, self.repeats = self.operation + 1, result, [], False
 
     def own_share(self, micro_batches: int) -> list[int]:
@@ -210,7 +193,7 @@ class Recovery:
         assert place is not None, "a process only trains as a member"
         return deal(micro_batches, held)[place]
 
-    def _recover(self) -> Any:
+    def _recover(self) -> object:
         """Joins the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
         begun = self._agrees_since = time.monotonic()
         try:
@@ -243,13 +226,34 @@ class Recovery:
             seconds=time.monotonic() - begun,
         )
         self._connected, self._lost_reasons = decision, {}
-        self.trainer.adopt(event)
+        self._tell(self.trainer, event)
+
+    def _tell(self, trainer: Trainer, event: MembershipChange) -> None:
+        """Continues with a new set of replicas: `mesh` is already up to date, and this process may now be the main one."""
+        trainer.stepper.prefetcher.close()
+        trainer.takes_over = True
+        promoted = [hook for hook in trainer.all_hooks if hook not in trainer.hooks] if self.mesh.is_main else []
+        if not self._is_fitting:  # this replica has just rejoined: `fit` sets up all hooks
+            trainer.hooks[:0] = promoted
+            self._early.append(event)
+            return
+        trainer.add_hooks(promoted)
+        trainer.notify("on_event", event)
+        if self._repeats_save:
+            self._repeats_save = False
+            trainer.request_save()
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Tells the hooks, which have started, of changes since this replica has rejoined."""
+        self._is_fitting = True
+        for event in self._early:
+            trainer.notify("on_event", event)
 
     def _connect(self, decision: Decision) -> None:
         """Replaces the previous membership's process groups with those of this one. Raises PeersLostError."""
         self.membership.end()
-        if self.trainer is not None:
-            self.trainer.abandon_save()
+        if self.trainer is not None and self.trainer.saves.saver.abandon():
+            self._repeats_save = True
         self.membership.leave()
         number, self.decision = decision.number, decision
         self.membership = Membership(number, lambda reason: self._coordinator.end_membership(number, reason))
@@ -286,10 +290,11 @@ class Recovery:
             self.run(admit)
         finally:
             self._admits = False
-        self.trainer.transfer.commit_transfer()
+        transfer_of(self.trainer.optimizer).commit_transfer()
         self.trainer.check_replicas(again=True)
+        self.trainer.signals_to_reduce = True  # must match rejoined replicas, which start with True
 
-    def enter(self, trainer: "RecoverableRun") -> None:
+    def enter(self, trainer: Trainer) -> None:
         """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
         Raises ExcludedError on failure, so that the replica is restarted, and StoppedError if the run ends first, or on a
@@ -317,12 +322,11 @@ class Recovery:
             time.sleep(0.02)
         try:
             self._connect(decision)
-            trainer.reducer.rejoin(self.mesh)
             self._transfer_state(trainer)
         except PeersLostError as error:
             self._coordinator.exclude(self.member.incarnation, DEAD, "had not joined yet")
             raise ExcludedError(f"the membership ended before this replica had joined ({error})") from error
-        trainer.transfer.commit_transfer()
+        transfer_of(trainer.optimizer).commit_transfer()
         self.trainer, self.operation, self._connected = trainer, decision.operation, decision
         self._complete(None)
         trainer.check_replicas(again=True)
@@ -336,14 +340,15 @@ class Recovery:
         if self._store.check([key]):
             raise StoppedError(self._store.get(key).decode())
 
-    def _transfer_state(self, newcomer: "RecoverableRun | None" = None) -> None:
+    def _transfer_state(self, newcomer: Trainer | None = None) -> None:
         """Sends weights, moments and position to joining replicas from the first replica that has them. Collective.
 
         Raises TrainingError if the replicas' states are not bitwise identical afterwards.
         """
         trainer = newcomer or self.trainer
         assert trainer is not None, "a joining replica passes its trainer"
-        trainer.transfer.discard_transfer()
+        transfer = transfer_of(trainer.optimizer)
+        transfer.discard_transfer()
         if not self.decision.joined:
             self.mesh.barrier()
             return
@@ -361,8 +366,8 @@ class Recovery:
         for tensor in weights:
             sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
             dist.broadcast(sent, group=dp.group, group_src=donor)
-        trainer.transfer.transfer(self.mesh, donor, takes or dp.rank == donor)
-        mine = torch.stack([digest(weights, self.mesh.device), *trainer.transfer.digests(self.mesh.device)])
+        transfer.transfer(self.mesh, donor, takes or dp.rank == donor)
+        mine = torch.stack([digest(weights, self.mesh.device), *transfer.digests(self.mesh.device)])
         digests = [torch.empty_like(mine) for _ in range(dp.size)]
         dist.all_gather(digests, mine, group=dp.group)
         if any(len(set(copies) - {0}) > 1 for copies in zip(*(own.tolist() for own in digests), strict=True)):
@@ -437,7 +442,9 @@ class Recovery:
             leave(0)
 
 
-def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int, dist.Store, dist.Store, str]:
+def _start(
+    parallel: ParallelConfig, timeout_s: float, stopped: Stopped
+) -> tuple[int, int, dist.Store, dist.Store, str]:
     """(replica, process within it, the replica's store, the run's store, incarnation), read from the environment."""
     own: dist.Store
     if folder := launch_dir():
@@ -472,44 +479,40 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
 # Messages between processes are JSON, so that reading one never executes code.
 
 
-def state_of(trainer: "RecoverableRun") -> dict[str, Any]:
+def state_of(trainer: Trainer) -> JsonObject:
     """The state that a rejoining replica needs besides weights and moments: the trainer's position, the state of its hooks, and
     what the others have read from files."""
-    trouble = trainer.trouble
+    hooks = [hook for hook in trainer.hooks if isinstance(hook, Hook)]
     return {
         "facts": trainer.facts(),
         "token": trainer.run.token,
         "inherited": trainer.inherited,
         "position": dataclasses.asdict(trainer.position),
-        "bad_steps": trainer.bad_steps,
-        "optimizer": trainer.transfer.transfer_info(),
-        "proven_step": trainer.proven_step,
-        "rollbacks": vars(trainer.rollbacks),
-        "trouble": dataclasses.asdict(trouble) if trouble else None,
-        "hooks": {type(hook).__name__: hook.state() for hook in trainer.hooks if not hook.main_only},
+        "judge": trainer.judge.state(),
+        "optimizer": transfer_of(trainer.optimizer).transfer_info(),
+        "hooks": {type(hook).__name__: hook.state() for hook in hooks if not hook.main_only},
     }
 
 
-def take_state(trainer: "RecoverableRun", state: dict[str, Any]) -> None:
+def take_state(trainer: Trainer, state: JsonObject) -> None:
     """Inverse of `state_of`. Raises ConfigError if this replica was started with another configuration, software or data."""
     if problem := difference(trainer.facts(), state["facts"], "this replica", "the others"):
         raise ConfigError(problem)
     trainer.run.token = state["token"]
     trainer.inherit(state["inherited"])
     trainer.position = Position(**state["position"])
-    trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]
-    trainer.transfer.load_transfer_info(state["optimizer"])
-    vars(trainer.rollbacks).update(state["rollbacks"])
-    trainer.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
+    trainer.judge.take_state(state["judge"])
+    transfer_of(trainer.optimizer).load_transfer_info(state["optimizer"])
     for hook in trainer.hooks:
-        if found := state["hooks"].get(type(hook).__name__):
+        if isinstance(hook, Hook) and (found := state["hooks"].get(type(hook).__name__)):
             hook.take_state(found)
 
 
-_KINDS = {kind.__name__: kind for kind in (Evaluation, SavedCheckpoint, ReplicaReport, Mismatch)}
+Result = Evaluation | SavedCheckpoint | ReplicaReport | Mismatch
+_KINDS: dict[str, Callable[..., Result]] = {kind.__name__: kind for kind in get_args(Result)}
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> object:
     """Encodes an operation's result, or the error that it raised, for processes that are one operation behind."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -521,13 +524,13 @@ def encode(value: Any) -> Any:
         return {"list" if isinstance(value, list) else "tuple": [encode(each) for each in value]}
     if isinstance(value, dict):
         return {"dict": {key: encode(each) for key, each in value.items()}}
-    if type(value).__name__ in _KINDS:
+    if isinstance(value, Result):
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"kind": type(value).__name__, "fields": fields}
     return {"unknown": type(value).__name__}
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any) -> object:
     """Inverse of `encode`. If the operation raised an error, raises it again."""
     if not isinstance(value, dict):
         return value

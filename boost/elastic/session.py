@@ -1,16 +1,22 @@
-"""How one process takes part in a run with in-step recovery."""
+"""How one process takes part in a run with in-step recovery: the trainer's parts that replicas may leave and join."""
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 from boost.config import Config
+from boost.elastic.hooks import SlowReplicas, TakeOver
 from boost.elastic.recovery import Recovery
-from boost.elastic.trainer import ElasticTrainer
+from boost.elastic.step import RecoverableStepper
+from boost.parallel.gradients import StepFlags
+from boost.train.builtin_hooks import builtin_hooks
+from boost.train.events import StepEnd, TrainStart
 from boost.train.faults import WAIT_S, Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat
-from boost.train.hooks import Hook, Training
+from boost.train.hooks import Hook
+from boost.train.loop import Trainer
 from boost.train.rendezvous import Stopped
 from boost.train.run import Session
 from boost.train.rundir import RunDirectory
@@ -39,19 +45,28 @@ class ElasticSession(Session):
         return Heartbeat(slot, self.config.run, on_hang, self.recovery.board, self.recovery.member.incarnation)
 
     def faults(self, faults: Sequence[Fault]) -> Hook:
-        return _Faults(list(faults))
+        return FaultInjection(list(faults), self._wait_for_newcomer)
 
-    def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> ElasticTrainer:
-        return ElasticTrainer(self.config, self.recovery, run, hooks)
+    def _wait_for_newcomer(self) -> None:
+        """Returns once a lost replica asks to rejoin, immediately if none is missing, and after at most WAIT_S seconds."""
+        until = time.monotonic() + WAIT_S
+        while self.recovery.is_short and not self.recovery.has_waiting() and time.monotonic() < until:
+            time.sleep(0.02)
 
-    def start(self, trainer: Training, candidates: list[Path], start_from: str | None) -> None:
+    def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> Trainer:
+        config, recovery = self.config, self.recovery
+        exclude = recovery.exclude_slow if config.run.exclude_slow else None
+        watch = SlowReplicas(config.run.slow_steps, lambda: (recovery.decision, recovery.beats()), exclude)
+        ordered = [TakeOver(), *hooks, watch, *builtin_hooks(config), Admission(recovery)]
+        return Trainer(config, self.mesh, run, ordered, functools.partial(RecoverableStepper, recovery))
+
+    def start(self, trainer: Trainer, candidates: list[Path], start_from: str | None) -> None:
         """Loads the initial state; a restarted replica receives the current state from the others."""
-        elastic = cast(ElasticTrainer, trainer)
         if self.recovery.is_restart:
-            self.recovery.enter(elastic)
+            self.recovery.enter(trainer)
         else:
-            elastic.start(candidates, start_from)
-            self.recovery.trainer = elastic  # after this, a lost replica does not end the run
+            trainer.start(candidates, start_from)
+            self.recovery.trainer = trainer  # after this, a lost replica does not end the run
 
     def failed(self, error: Exception) -> None:
         """Tells the other replicas that this one failed."""
@@ -62,7 +77,20 @@ class ElasticSession(Session):
         super().close()
 
 
-class _Faults(FaultInjection):
-    def actions(self, trainer: Training) -> dict[str, Callable[[], Any]]:
-        elastic = cast(ElasticTrainer, trainer)
-        return super().actions(trainer) | {"wait": lambda: elastic.wait_for_newcomer(WAIT_S)}
+class Admission(Hook):
+    """Admits waiting replicas between two steps. The last hook, because all others act on the step before."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+        self._recovery.on_train_start(trainer)
+
+    def after_backward(self, trainer: Trainer) -> None:
+        if trainer.mesh.is_main and self._recovery.has_waiting():
+            trainer.requested |= StepFlags.JOIN
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        rolls_back = trainer.judge.rollback_reason is not None  # they are still waiting after the next step
+        if event.joins and not (event.last or event.stopping or rolls_back):
+            self._recovery.admit()

@@ -21,7 +21,6 @@ from boost.data.batches import Batch, Batches
 from boost.measure.counting import CollectiveCounter
 from boost.models.fused import FusedParam, ParamSlice, fused_params, local_slice
 from boost.optim.adamw import build_optimizer
-from boost.parallel.gradients import GradientReducer, StepFlags
 from boost.parallel.mesh import Mesh
 from boost.plan.collectives import step_collectives
 from boost.train.checkpoint import Position
@@ -78,12 +77,11 @@ class TrainedModel:
         self.model = build_model(config, mesh)
         initialize_model(self.model, seed)
         self.initial = {name: value.clone() for name, value in weights(self.model).items()}
-        params = self.fused_params = list(fused_params(self.model))
-        self.reducer = GradientReducer(params, mesh, getattr(torch, config.train.sum_dtype))
-        self.optimizer = self.build_optimizer(params, config, mesh)
-        batches = MadeBatches(functools.partial(made_up_batches, config))
-        self.stepper = Stepper(config, mesh, self.model, params, self.reducer, self.optimizer, batches, ahead=False)
-        self.stepper.from_tensors = False  # clips the gradients in place, because they are compared
+        batches, build = MadeBatches(functools.partial(made_up_batches, config)), self.build_optimizer
+        # Without tensors, it clips the gradients in place, because they are compared.
+        self.stepper = Stepper(config, mesh, self.model, batches, ahead=False, from_tensors=False, build=build)
+        self.fused_params, self.reducer = self.stepper.fused_params, self.stepper.reducer
+        self.optimizer = self.stepper.optimizer
         self.gradients: list[ByName] = []  # as in Observed
         self.numbers = [self.step(step) for step in range(steps)]
 
@@ -94,8 +92,7 @@ class TrainedModel:
 
     def step(self, step: int) -> tuple[float, float]:
         """Runs one optimizer step. Returns (loss, gradient norm)."""
-        passes = self.stepper.passes(Position(step, 0), self.config.optim.lr)
-        stats = self.stepper.read(self.stepper.update(passes, StepFlags.NONE))
+        stats = self.stepper.step(Position(step, 0), self.config.optim.lr)
         self.stepper.prefetcher.close()
         self.gradients.append({name: value.clone() for name, value in gradients(self.model).items()})
         return stats.loss, stats.gradient_norm

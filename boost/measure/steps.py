@@ -15,9 +15,7 @@ from boost.measure.counting import CollectiveCounter
 from boost.measure.exactness import MadeBatches
 from boost.measure.memory import MemoryTracker
 from boost.measure.speed import synchronize
-from boost.models.fused import fused_params
-from boost.optim.adamw import build_optimizer
-from boost.parallel.gradients import GradientReducer, StepFlags, StepStats
+from boost.parallel.gradients import StepFlags, StepStats
 from boost.parallel.mesh import Mesh
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.collectives import step_collectives
@@ -27,7 +25,8 @@ from boost.plan.timing import predict
 from boost.train.checkpoint import Position
 from boost.train.graphs import WARM_UP, CapturedPasses
 from boost.train.hardware import memory_bytes
-from boost.train.model import build_model, choose_kernels, host_batch, initialize_model, to_device
+from boost.train.model import build_model, choose_kernels, initialize_model
+from boost.train.prefetch import host_batch, to_device
 from boost.train.step import Passes, Update, run_passes
 from boost.train.step import Stepper as TrainingStepper
 
@@ -42,12 +41,10 @@ class Stepper:
         self.config, self.mesh = config, mesh
         model = build_model(config, mesh)
         initialize_model(model, config.train.seed)
-        self.fused_params = list(fused_params(model))
-        self.optimizer = build_optimizer(self.fused_params, config, mesh)
-        reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
         made = made_up_batches(config)  # the same in every step and for every replica
         batches = MadeBatches(lambda step: made)
-        self._training = TrainingStepper(config, mesh, model, self.fused_params, reducer, self.optimizer, batches)
+        self._training = TrainingStepper(config, mesh, model, batches)
+        self.fused_params, self.optimizer = self._training.fused_params, self._training.optimizer
         self.stats: StepStats | None = None
         """Statistics from the last step."""
 
@@ -61,8 +58,9 @@ class Stepper:
     def _launch(self) -> tuple[Passes, Update]:
         # Another model in this process may have chosen other kernels.
         choose_kernels(self.config, self.mesh.device)
-        passes = self._training.passes(Position(0, 0), self.config.optim.lr)
-        return passes, self._training.update(passes, StepFlags.NONE)
+        training, position = self._training, Position(0, 0)
+        passes = training.passes(position, self.config.optim.lr, training.batch(position))
+        return passes, training.update(passes, StepFlags.NONE)
 
     def seconds(self, steps: int = 1) -> float:
         """Seconds for one step, from a common start until all processes are done. Several steps are averaged: as in

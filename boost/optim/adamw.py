@@ -65,6 +65,10 @@ class Optimizer:
 
     name = "adamw"
     """Value of optim.name that selects this optimizer."""
+    division: object = None
+    """How `parts` are divided among processes, if that changes during a run; equal on all processes."""
+    conflict: int | None = None
+    """dp rank of a process whose copies are known to have differed from this one's (`boost.train.replicas`)."""
 
     def __init__(self, adamw: torch.optim.AdamW) -> None:
         self.adamw = adamw

@@ -7,7 +7,7 @@ import enum
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,31 +80,37 @@ class GradientReducer:
     sharded over DP but not TP still need a sum over TP after the backward pass.
     """
 
-    def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: the dtype of communication; None: the dtype of the gradients."""
+    def __init__(
+        self,
+        fused_params: Sequence[FusedParam],
+        mesh: Mesh,
+        dtype: torch.dtype | None = None,
+        bucket: "type[GradBucket] | None" = None,
+    ) -> None:
+        """`dtype`: the dtype of communication; None: the dtype of the gradients. `bucket`: a class of buckets to use instead of
+        `GradBucket`, also on axes with one process, because others may join."""
         trainable = [s for s in fused_params if s.parameter.requires_grad]
         self._trainable, self._pipeline = trainable, mesh.pp
         self._tied = [s for s in trainable if mesh.pp.size > 1 and s.slices[0].parameter.role == "tied"]
         summed: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *SUM_AXES)}
         for s in trainable:
             summed[sum_axis(s.placement.partial, s.shard.over if s.shard else "")].append(s.tensor)
-        axes = zip(SUM_AXES, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True)
-        self._queues = [self.queue(summed[name], axis, dtype) for name, axis in axes]
-
-    def queue(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> "BucketQueue":
-        """Builds the buckets for parameters whose gradients are summed over one axis."""
-        return BucketQueue(parameters if axis.size > 1 else [], axis, dtype)
+        axes = (lambda: mesh.replicas), (lambda: mesh.dp_cp), (lambda: mesh.tp)  # read again for each sum
+        self.queues = [
+            BucketQueue(summed[name] if bucket or axis().size > 1 else [], axis, dtype, bucket or GradBucket)
+            for name, axis in zip(SUM_AXES, axes, strict=True)
+        ]
 
     def begin(self, micro_batches: int = 1) -> None:
         """Clears all gradients and prepares for one backward pass per micro-batch."""
         for fused in self._trainable:
             fused.parameter.grad = fused.tensor.grad = None
-        for queue in self._queues:
+        for queue in self.queues:
             queue.prepare_for_backward(micro_batches)
 
     def accumulated(self, parameter: nn.Parameter) -> None:
         """Counts one micro-batch for a parameter whose gradient was accumulated outside autograd (`parallel.weights`)."""
-        for queue in self._queues:
+        for queue in self.queues:
             if queue.active and parameter in queue.bucket_of:
                 queue.mark_gradient_ready(queue.bucket_of[parameter])
 
@@ -120,9 +126,9 @@ class GradientReducer:
                 )
                 assert isinstance(gradient, DTensor), "every parameter must have a gradient in every step"
                 fused.tensor.grad = gradient.to_local()
-        for queue in self._queues:
+        for queue in self.queues:
             queue.launch_until(len(queue.buckets))
-        for queue in self._queues:
+        for queue in self.queues:
             queue.wait()
         add_other_use(self._tied, self._pipeline)
 
@@ -162,6 +168,7 @@ class GradBucket:
         if self.is_cast:
             gradients = self.gradients()
             torch._foreach_copy_(gradients, _unflatten_dense_tensors(self.flat, gradients))
+        self.flat = None
 
     def gradients(self) -> list[Tensor]:
         """The parameters' gradients."""
@@ -183,11 +190,11 @@ class BucketQueue:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        axis: Axis,
+        axis: Callable[[], Axis],
         dtype: torch.dtype | None,
-        bucket: type[GradBucket] = GradBucket,
+        bucket: type[GradBucket],
     ) -> None:
-        self.axis, self.active, self.next_bucket = axis, False, 0
+        self._axis, self.active, self.next_bucket = axis, False, 0
         self.buckets: list[GradBucket] = []
         rest = list(parameters)[::-1]
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
@@ -215,7 +222,6 @@ class BucketQueue:
         """Waits for all buckets and ends the step."""
         for bucket in self.buckets:
             bucket.wait()
-            bucket.reset(1)
         self.active, self.next_bucket = False, 0
 
     def mark_gradient_ready(self, index: int) -> None:
@@ -229,7 +235,7 @@ class BucketQueue:
     def launch_until(self, end: int) -> None:
         """Launches all buckets before index `end` that have not been launched yet."""
         for bucket in self.buckets[self.next_bucket : end]:
-            bucket.launch(self.axis)
+            bucket.launch(self._axis())
         self.next_bucket = max(self.next_bucket, end)
 
 

@@ -59,6 +59,8 @@ class Mesh:
     """Device mesh of dp x cp."""
     world: Axis | None = None
     """All processes, if they are not torch's default group."""
+    background: Axis | None = None
+    """All processes, for a background thread; None: the thread opens a group of its own. Set if replicas change."""
 
     def together(self, operation: Callable[[], T]) -> T:
         """Runs an operation, such as an evaluation or a save, on all processes in the run. Returns its result.

@@ -56,8 +56,8 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     agents: list[Agent] = []
 
-    def agent(*arguments: Any, **options: Any) -> Agent:
-        agents.append(Agent(*arguments, **options))
+    def agent(*arguments: object, **options: object) -> Agent:
+        agents.append(Agent(*arguments, **options))  # type: ignore[arg-type]
         return agents[0]
 
     api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
@@ -133,12 +133,12 @@ class Agent(LocalElasticAgent):
         while store.add(_LEFT, 0) < group.group_world_size and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+    def _shutdown(self, *arguments: object, **options: object) -> None:
         if isinstance(sys.exception(), SignalException):
             # The processes have the signal and are saving. Slurm repeats it, and each repetition would cut the wait short.
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-        super()._shutdown(*arguments, **options)
+        super()._shutdown(*arguments, **options)  # type: ignore[arg-type]
 
     def failures(self) -> dict[int, ProcessFailure]:
         """The processes that have ended with an error, by global rank."""

@@ -6,14 +6,14 @@ answer. If one process fails, all of them raise the same error.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from boost import errors
 from boost.errors import BoostError, ConfigError, LostRunError
-from boost.parallel.mesh import Mesh
+from boost.parallel.mesh import Mesh, T
 from boost.text import brief
 
 
@@ -21,12 +21,16 @@ class ProcessFailure(Exception):
     """An action failed on at least one process. Raised on all processes."""
 
 
+class PeersLostError(Exception):
+    """A process in another replica was lost, so a collective will not complete. `Mesh.together` repeats the operation."""
+
+
 def run_on_all(
     mesh: Mesh,
-    action: Callable[[], Any],
+    action: Callable[[], T],
     failure: type[Exception] = ProcessFailure,
     group: dist.ProcessGroup | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Runs `action` on every process and returns all results by rank. If it fails on any process, raises `failure` on all of them.
 
     Subclasses of `failure` keep their type (so BoostError keeps that of every error for users), and so does LostRunError, after
@@ -34,8 +38,8 @@ def run_on_all(
     others. `group`: process group for the exchange, by default the run's (`Mesh.together`); a background thread needs its own.
     """
 
-    def run_and_exchange(group: dist.ProcessGroup | None) -> list[Any]:
-        outcome: tuple[str, str, Any] = ("", "", None)
+    def run_and_exchange(group: dist.ProcessGroup | None) -> list[T]:
+        outcome: tuple[str, str, T | None] = ("", "", None)
         bug: BaseException | None = None
         try:
             outcome = ("", "", action())
@@ -53,7 +57,7 @@ def run_on_all(
             if message:
                 known = getattr(errors, kind, failure)
                 raise (known if issubclass(known, (failure, LostRunError)) else failure)(message)
-        return [result for *_, result in outcomes]
+        return [cast(T, result) for *_, result in outcomes]
 
     if group is not None:
         return run_and_exchange(group)
@@ -62,12 +66,12 @@ def run_on_all(
 
 def run_on_main(
     mesh: Mesh,
-    action: Callable[[], Any],
+    action: Callable[[], T],
     failure: type[Exception] = ProcessFailure,
     group: dist.ProcessGroup | None = None,
-) -> Any:
+) -> T:
     """Runs `action` on the main process while the others wait. Returns its result, or raises `failure`, on all processes."""
-    return run_on_all(mesh, action if mesh.is_main else lambda: None, failure, group)[0]
+    return cast(T, run_on_all(mesh, action if mesh.is_main else lambda: None, failure, group)[0])
 
 
 def root_cause(error: BaseException) -> str:
@@ -80,7 +84,7 @@ def root_cause(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def require_same(mesh: Mesh, facts: Mapping[str, Any]) -> None:
+def require_same(mesh: Mesh, facts: Mapping[str, object]) -> None:
     """Raises ConfigError on every process if one of these facts, by name, differs between processes. Collective."""
     expected = run_on_main(mesh, lambda: facts, ConfigError)
     problem = difference(facts, expected, f"process {mesh.rank}", "process 0")
@@ -88,7 +92,7 @@ def require_same(mesh: Mesh, facts: Mapping[str, Any]) -> None:
         raise ConfigError(found)
 
 
-def difference(facts: Mapping[str, Any], expected: Mapping[str, Any], here: str, there: str) -> str | None:
+def difference(facts: Mapping[str, object], expected: Mapping[str, object], here: str, there: str) -> str | None:
     """The first fact that differs, as an error message; None if all are equal. `here` and `there` name the processes."""
     for name in dict.fromkeys((*facts, *expected)):
         own, other = (values.get(name, "missing") for values in (facts, expected))

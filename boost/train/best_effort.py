@@ -12,7 +12,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 log = logging.getLogger("boost")
 
@@ -40,7 +43,7 @@ def best_effort(
 class _PatientFile(io.FileIO):
     """Standard output or error. Drops text that cannot be written, and all text after the terminal or the reader is gone."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: "ReadableBuffer") -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -65,7 +68,7 @@ def outliving_terminal() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _protected(stream: Any, descriptor: int) -> Any:
+def _protected(stream: TextIO, descriptor: int) -> TextIO:
     try:
         if stream.fileno() != descriptor:
             return stream
@@ -75,5 +78,5 @@ def _protected(stream: Any, descriptor: int) -> Any:
         stream.flush()
     raw = _PatientFile(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
-        io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=stream.line_buffering
+        io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=bool(stream.line_buffering)
     )

@@ -6,19 +6,21 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from boost.config.schema import Config, TrainConfig
 from boost.errors import NonFiniteError, StorageError, TrainingError
+from boost.files import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.agreement import run_on_main
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import BestCheckpoint, read_best, write_best
+from boost.train.events import BadStep, EvaluationEnd, Rollback, SaveEnd, StepEnd, StepStart, TrainStart
 from boost.train.health import HealthMonitor, SpikeDetector
-from boost.train.hooks import BadStep, EvaluationEnd, Hook, Rollback, SaveEnd, StepEnd, StepStart, Training, TrainStart
+from boost.train.hooks import Hook
+from boost.train.loop import Trainer
 from boost.train.samples import TextSamples
 
 log = logging.getLogger("boost")
@@ -44,13 +46,13 @@ def builtin_hooks(config: Config) -> list[Hook]:
 class BadStepLimit(Hook):
     """Raises TrainingError after `MAX_BAD_STEPS` bad steps in a row."""
 
-    def on_bad_step(self, trainer: Training, event: BadStep) -> None:
+    def on_bad_step(self, trainer: Trainer, event: BadStep) -> None:
         what = f"loss {event.loss}, gradient norm {event.gradient_norm} at step {event.step}"
         log.warning("%s: not finite, so the step changed no weights", what)
         if event.consecutive >= MAX_BAD_STEPS:
             optim, proven = trainer.config.optim, None
             with contextlib.suppress(OSError):
-                proven = trainer.saves.proven(trainer.proven_step)
+                proven = trainer.judge.proven()
             raise TrainingError(
                 f"{what}: not finite for {event.consecutive} steps in a row, and these steps changed no weights; resume with "
                 f"--resume {proven or 'PATH'} and a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
@@ -64,13 +66,13 @@ class ReplicaCheck(Hook):
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def on_train_start(self, trainer: Training, event: TrainStart) -> None:
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
         trainer.check_replicas()
 
-    def on_bad_step(self, trainer: Training, event: BadStep) -> None:
+    def on_bad_step(self, trainer: Trainer, event: BadStep) -> None:
         trainer.check_replicas()
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         if _due(event.metrics.step, self.every):
             trainer.check_replicas()
 
@@ -83,7 +85,7 @@ class PeriodicEvaluation(Hook):
         self.every, self.max_tokens = every, max_tokens
         self.at_last_step = at_last_step and max_tokens is not None
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         left_out = event.stopping or (event.last and not self.at_last_step)
         if _due(event.metrics.step, self.every) and not left_out:
             trainer.evaluate(self.max_tokens)
@@ -101,17 +103,17 @@ class PeriodicCheckpoint(Hook):
         """The last evaluated step if it is the best so far and not yet saved."""
         self._saved_step: int | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         checkpoints = {"best": self._best, "candidate": self._candidate}
         return {name: asdict(checkpoint) if checkpoint else None for name, checkpoint in checkpoints.items()}
 
-    def take_state(self, state: dict[str, Any]) -> None:
+    def take_state(self, state: JsonObject) -> None:
         self._best, self._candidate = (
             BestCheckpoint(**state[name]) if state[name] else None for name in ("best", "candidate")
         )
         self._knows_best = True
 
-    def on_train_start(self, trainer: Training, event: TrainStart) -> None:
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
         self._saved_at = self._clock()
         if not self._knows_best:  # a process that joins later has received another's state
             # All processes must agree whether an evaluation is the best so far, because they then save.
@@ -122,14 +124,14 @@ class PeriodicCheckpoint(Hook):
         if train.async_save and (train.save_every or train.save_minutes):
             trainer.saves.prepare()
 
-    def before_step(self, trainer: Training, event: StepStart) -> None:
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
         # Only the main process checks its clock; its request is reduced with the step statistics.
         late = self._clock() - self._saved_at >= 60 * self.train.save_minutes
         if trainer.mesh.is_main and self.train.save_minutes and late:
             self._saved_at = self._clock()
             trainer.request_save()
 
-    def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
         this = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
         # Include the candidate checkpoint, whose save may still be in flight.
         lowest = all(this.heldout_loss < other.heldout_loss for other in (self._best, self._candidate) if other)
@@ -140,25 +142,26 @@ class PeriodicCheckpoint(Hook):
             if trainer.at_end and self._saved_step == this.step:  # the final evaluation follows the last save
                 self._record_best(trainer)
 
-    def on_rollback(self, trainer: Training, event: Rollback) -> None:
+    def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
         self._candidate = None
         if self._best and self._best.step > event.step:  # on the abandoned branch
             self._best = None
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
-        if event.stopping or (trainer.at_end and not trainer.rolling_back):
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        rolls_back = trainer.judge.rollback_reason is not None
+        if event.stopping or (trainer.at_end and not rolls_back):
             # A failure here ends the run, because no later save would preserve these weights.
             trainer.save_last(urgent=event.stopping)
             return
         step, candidate = event.metrics.step, self._candidate
         is_best = self.train.keep_best and candidate is not None and candidate.step == step
-        if not trainer.rolling_back and (event.save_requested or is_best or _due(step, self.train.save_every)):
+        if not rolls_back and (event.save_requested or is_best or _due(step, self.train.save_every)):
             try:
                 trainer.save(wait=not self.train.async_save)
             except (StorageError, NonFiniteError) as error:
                 trainer.warn(f"{error}; training continues and earlier checkpoints are intact")
 
-    def after_save(self, trainer: Training, event: SaveEnd) -> None:
+    def after_save(self, trainer: Trainer, event: SaveEnd) -> None:
         self._saved_at = self._clock()
         self._saved_step = event.step
 
@@ -175,14 +178,14 @@ class PeriodicCheckpoint(Hook):
 
         def remove_old() -> None:
             trainer.run.require_owned()
-            proven = trainer.saves.proven(trainer.proven_step)
+            proven = trainer.judge.proven()
             protected = best | {step for step in [ckpt.step_of(proven)] if step is not None} if proven else best
             ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected)
 
         with best_effort("remove old checkpoints", trainer.warn, StorageError):
             run_on_main(trainer.mesh, remove_old, StorageError)
 
-    def _record_best(self, trainer: Training) -> None:
+    def _record_best(self, trainer: Trainer) -> None:
         """Records the candidate, which is now saved, as the best checkpoint."""
         self._best, self._candidate = best, _ = self._candidate, None
         if self.train.keep_best and best:
@@ -203,7 +206,7 @@ class ProfileHook(Hook):
         self._step: tuple[int, record_function] | None = None
         """The current step's number and open profiler range. On GPUs, the next step begins before `after_step`."""
 
-    def before_step(self, trainer: Training, event: StepStart) -> None:
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
         if event.step == self.first:
             on_gpu = trainer.mesh.device.type == "cuda"
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -214,13 +217,13 @@ class ProfileHook(Hook):
             self._step = event.step, record_function(f"step {event.step}")
             self._step[1].__enter__()
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         if self._step is not None and self._step[0] == event.metrics.step:
             self._end_step()
         if event.metrics.step == self.last or event.last or event.stopping:
             self._write(trainer)
 
-    def teardown(self, trainer: Training) -> None:
+    def teardown(self, trainer: Trainer) -> None:
         self._write(trainer)
 
     def _end_step(self) -> None:
@@ -228,7 +231,7 @@ class ProfileHook(Hook):
             self._step[1].__exit__(None, None, None)
             self._step = None
 
-    def _write(self, trainer: Training) -> None:
+    def _write(self, trainer: Trainer) -> None:
         self._end_step()
         if self._profiler is None:
             return

@@ -13,7 +13,9 @@ from rich.console import Console as RichConsole
 from boost.config.architecture import parameter_count
 from boost.format import format_bytes, format_count, format_duration, format_percent, format_rate
 from boost.text import printable
-from boost.train.hooks import EvalMetrics, EvaluationEnd, Hook, RunEvent, StepEnd, StepMetrics, Training, TrainStart
+from boost.train.events import EvalMetrics, EvaluationEnd, RunEvent, StepEnd, StepMetrics, TrainStart
+from boost.train.hooks import Hook
+from boost.train.loop import Trainer
 from boost.train.progress import BAR_MIN_WIDTH, live_bars, make_bar
 
 MFU_MIN_WIDTH = 100
@@ -102,27 +104,27 @@ class ConsoleHook(Hook):
     def __init__(self) -> None:
         self._console: PlainConsole | None = None
 
-    def on_train_start(self, trainer: Training, event: TrainStart) -> None:
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
         self._console = make_console(event.total_steps, event.step, trainer.config.train.log_every)
         self._console.__enter__()
         for line in _introduction(trainer):
             self._note(line)
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         if self._console:
             self._console.step(event.metrics)
 
-    def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
         if self._console:
             self._console.evaluation(event.metrics)
 
-    def on_event(self, trainer: Training, event: RunEvent) -> None:
+    def on_event(self, trainer: Trainer, event: RunEvent) -> None:
         self._note(event.line())
 
-    def on_warning(self, trainer: Training, text: str) -> None:
+    def on_warning(self, trainer: Trainer, text: str) -> None:
         self._note(f"warning: {text}")
 
-    def teardown(self, trainer: Training) -> None:
+    def teardown(self, trainer: Trainer) -> None:
         if self._console:
             self._console.close()
 
@@ -131,7 +133,7 @@ class ConsoleHook(Hook):
             self._console.note(text)
 
 
-def _introduction(trainer: Training) -> list[str]:
+def _introduction(trainer: Trainer) -> list[str]:
     model, parallel, train = trainer.config.model, trainer.config.parallel, trainer.config.train
     lines = [
         f"{model.title} {format_count(parameter_count(model))} parameters, layout {trainer.model.layout.spec.name}, "

@@ -16,7 +16,8 @@ from boost.data.store import Split
 from boost.errors import DataError
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
-from boost.train.model import Model, to_device
+from boost.train.model import Model
+from boost.train.prefetch import to_device
 from boost.train.progress import progress
 
 STOP_CHECK_EVERY = 4

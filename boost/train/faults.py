@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.errors import ConfigError
-from boost.train.hooks import Hook, StepStart, Training
+from boost.train.events import StepStart
+from boost.train.hooks import Hook
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from boost.train.loop import Trainer
 
 
 SLOW_S = 20.0
@@ -69,25 +72,26 @@ def parse_fault(text: str, steps: int, world_size: int) -> Fault:
 class FaultInjection(Hook):
     """Injects this process's faults."""
 
-    def __init__(self, faults: list[Fault]) -> None:
-        self._faults = faults
+    def __init__(self, faults: list[Fault], wait: Callable[[], object] = lambda: None) -> None:
+        """`wait`: the action of that name."""
+        self._faults, self._wait = faults, wait
         self._nan_pending = False
 
-    def setup(self, trainer: Training) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         self._faults = [fault for fault in self._faults if fault.rank == trainer.mesh.rank]
 
-    def before_step(self, trainer: Training, event: StepStart) -> None:
+    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
         for fault in self._faults:
             if fault.step == event.step:
                 trainer.warn(f"injected fault: {fault.kind} at step {fault.step} on rank {fault.rank}")
                 self.actions(trainer)[fault.kind]()
 
-    def after_backward(self, trainer: Training) -> None:
+    def after_backward(self, trainer: "Trainer") -> None:
         if self._nan_pending:
             self._nan_pending = False
             next(s.tensor.grad for s in trainer.fused_params if s.tensor.grad is not None).view(-1)[0] = float("nan")
 
-    def actions(self, trainer: Training) -> dict[str, Callable[[], Any]]:
+    def actions(self, trainer: "Trainer") -> dict[str, Callable[[], object]]:
         """The action for each kind of fault."""
         return {
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -96,7 +100,7 @@ class FaultInjection(Hook):
             "flip": lambda: flip_exponent_bit(trainer.fused_params[0].tensor),
             "disk-full": lambda: fail_next_write(trainer.run.checkpoints),
             "slow": lambda: time.sleep(SLOW_S),
-            "wait": lambda: None,
+            "wait": self._wait,
         }
 
 

@@ -8,7 +8,7 @@ without communication.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -292,7 +292,7 @@ class PackedWeight:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any], kwargs: Any = None
+        cls, function: object, types: Sequence[type], args: Sequence[Any], kwargs: object = None
     ) -> Tensor:
         x, weight, *_ = args
         assert function is F.linear, "a packed weight can only be multiplied"

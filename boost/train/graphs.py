@@ -21,7 +21,7 @@ from boost.models.fused import FusedParam
 from boost.parallel.collectives import LastExchange, last_exchanges
 from boost.train.hardware import idle_in_graphs
 from boost.train.heartbeat import recorder_unread
-from boost.train.model import HostBatch
+from boost.train.prefetch import HostBatch
 
 log = logging.getLogger("boost")
 

@@ -19,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from boost.data.tokenizer import PlainText
 from boost.errors import ConfigError, DataError
+from boost.files import JsonObject
 from boost.models.decoder import Decoder
 from boost.train.generate import generate
 from boost.train.progress import progress
@@ -27,7 +28,7 @@ from boost.train.sampling import Sampling
 MAX_NEW_TOKENS = 256
 """Maximum number of tokens in an answer if the task sets no limit; the harness's own default."""
 
-Request = tuple[Any, list[int], list[int]]
+Request = tuple[object, list[int], list[int]]
 """(the harness's key, context tokens, continuation tokens)."""
 
 
@@ -86,7 +87,7 @@ class HarnessModel(TemplateLM):
         """Generates answers one after another, each up to its first stop string."""
         return [self._answer(*request.args) for request in progress(requests, "answer", enabled=self._shows)]
 
-    def _answer(self, context: str, options: dict[str, Any]) -> str:
+    def _answer(self, context: str, options: JsonObject) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         sampled = bool(options.get("do_sample")) and options.get("temperature", 1.0) > 0
@@ -145,7 +146,7 @@ def run_tasks(
     limit: int | None = None,
     bootstraps: int = 100_000,
     answers: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Runs tasks from the harness or from `folder`. Returns the harness's result: `results` by task (see `rows_of`)
     and, with `answers`, the `samples` of each task, one per question.
 
@@ -186,7 +187,7 @@ def _find(names: Sequence[str], folder: Path | None) -> TaskManager:
     return manager
 
 
-def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(result: JsonObject) -> list[JsonObject]:
     """One row per task and metric in the harness's result, whose tasks have the keys 'metric,filter' and 'metric_stderr,filter'."""
     rows = []
     for task, values in result.get("results", {}).items():

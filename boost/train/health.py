@@ -21,10 +21,13 @@ import contextlib
 import math
 from collections import deque
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
+from boost.files import JsonObject
 from boost.train import checkpoint as ckpt
-from boost.train.hooks import Hook, Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics, Training, TrainStart
+from boost.train.events import Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics, TrainStart
+from boost.train.hooks import Hook
+from boost.train.loop import Trainer
 
 WINDOW = 128
 """Number of recent healthy steps from which the mean and standard deviation are computed."""
@@ -101,56 +104,57 @@ class HealthMonitor(Hook):
         self._owes_save = False
         """Whether a checkpoint came due before training recovered, so that an unmarked one is saved afterwards."""
 
-    def on_train_start(self, trainer: Training, event: TrainStart) -> None:
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
         if not any(self._detector.state().values()):  # a process that joins later has received another's state
             self._detector.take_state(trainer.position.recent)
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         if event.empty:  # the loss of an empty step says nothing about the weights
             return
-        step, trouble = event.metrics.step, self._detector.judge(event.metrics, event.skipped)
-        if trouble is None:
+        judge, step, found = trainer.judge, event.metrics.step, self._detector.judge(event.metrics, event.skipped)
+        if found is None:
             self._healthy += 1
-            if trainer.trouble is None:
-                trainer.proven_step = step - 1
+            if judge.trouble is None:
+                judge.proven_step = step - 1
             elif self._healthy < RECOVERED:
-                trainer.trouble = RunTrouble(trainer.trouble.text, ruined=False)
+                judge.trouble = RunTrouble(judge.trouble.text, ruined=False)
             else:
                 trainer.warn(f"training has recovered: steps {step - RECOVERED + 1} to {step} were normal")
-                trainer.trouble = None
+                judge.trouble = None
                 if self._owes_save:
                     self._owes_save = False
                     trainer.request_save()
             return
-        kind, text = trouble[0], f"{trouble[0]} at step {step}: {trouble[1]}"
+        kind, text = found[0], f"{found[0]} at step {step}: {found[1]}"
         self._healthy = 0
-        if trainer.trouble is None:
+        if judge.trouble is None:
             proven = None
             with contextlib.suppress(OSError):  # only for the message
-                proven = trainer.saves.proven(trainer.proven_step)
+                proven = judge.proven()
             saved = f"the proven checkpoint '{proven}' is kept" if proven else "no checkpoint has been proven yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
-        trainer.trouble = RunTrouble(text, ruined=kind != "spike")
+        judge.trouble = RunTrouble(text, ruined=kind != "spike")
         # A non-finite step changes no weights. Only a second one in a row means that the weights are ruined.
-        if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
-            trainer.request_rollback(text)
+        if self._rollback and (kind != "not finite" or judge.bad_steps > 1):
+            judge.rollback_reason = text
 
-    def before_save(self, trainer: Training, event: SaveStart) -> str | None:
+    def before_save(self, trainer: Trainer, event: SaveStart) -> str | None:
         trainer.position = replace(trainer.position, recent=self._detector.state())
-        if event.last or trainer.trouble is None:
+        trouble = trainer.judge.trouble
+        if event.last or trouble is None:
             return None
         self._owes_save = True
         has_better = False
         with contextlib.suppress(OSError):
             has_better = any(not ckpt.marks_of(path)[0] for path in trainer.saves.complete())
-        return trainer.trouble.text if trainer.trouble.ruined and has_better else None
+        return trouble.text if trouble.ruined and has_better else None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {"healthy": self._healthy, "owes_save": self._owes_save, "recent": self._detector.state()}
 
-    def take_state(self, state: dict[str, Any]) -> None:
+    def take_state(self, state: JsonObject) -> None:
         self._healthy, self._owes_save = state["healthy"], state["owes_save"]
         self._detector.take_state(state["recent"])
 
-    def on_rollback(self, trainer: Training, event: Rollback) -> None:
+    def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
         self._healthy, self._owes_save = 0, False

@@ -75,7 +75,7 @@ def can_fork() -> bool:
 
 def launch(
     entry: Callable[..., int],
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     nproc: int,
     log_dir: Path | None,
     orphan_grace_s: float = ORPHAN_GRACE_S,

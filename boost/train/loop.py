@@ -7,9 +7,8 @@ depend only on the step number. A resumed run is therefore bitwise identical to 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,25 +24,20 @@ from boost.errors import (
     StorageError,
     TrainingError,
 )
-from boost.models.fused import fused_params
-from boost.optim.adamw import Optimizer, build_optimizer
+from boost.files import JsonObject
 from boost.optim.schedule import learning_rate
-from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, reduce_flags
+from boost.parallel.gradients import StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
 from boost.parallel.weights import forget_gathered
 from boost.train import checkpoint as ckpt
-from boost.train.agreement import require_same, run_on_all, run_on_main
-from boost.train.builtin_hooks import builtin_hooks
-from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
-from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
-from boost.train.hardware import StepClock, peak_flops
-from boost.train.heartbeat import Phase, enter, in_phase
-from boost.train.hooks import (
+from boost.train.agreement import require_same, run_on_all
+from boost.train.checkpoint import Checkpoint, CheckpointSaver, Position, SavedCheckpoint
+from boost.train.evaluate import Evaluation
+from boost.train.events import (
+    AnyHook,
     BadStep,
     EvalMetrics,
     EvaluationEnd,
-    Hook,
-    HookRunner,
     Rollback,
     RunTrouble,
     SaveEnd,
@@ -55,11 +49,13 @@ from boost.train.hooks import (
     TrainResult,
     TrainStart,
 )
-from boost.train.metrics import flat_config, step_metrics
+from boost.train.hardware import StepClock, memory_bytes, mfu, peak_flops
+from boost.train.heartbeat import Phase, enter
+from boost.train.judge import Judge
 from boost.train.model import Model, build_model, initialize_model
-from boost.train.replicas import ReplicaReport, check_replicas, require_sound
+from boost.train.replicas import require_sound
 from boost.train.resume import check_resumable, inherited_data, require_start, resume_warnings
-from boost.train.rundir import RunDirectory
+from boost.train.rundir import RunDirectory, flat_config
 from boost.train.saves import Saves
 from boost.train.signals import StopRequest
 from boost.train.step import Passes, Stepper, Update
@@ -72,19 +68,7 @@ SLOW_SAVE_S = 1.0
 LAST_SAVE_S = 60.0
 """Maximum time, in seconds, for which a failing run waits for a background save to finish."""
 
-MAX_ROLLBACKS = 3
-"""Maximum number of rollbacks for the same problem."""
-PAST_TROUBLE = 32
-"""Number of steps past the furthest rollback request after which the problem is over and the count restarts."""
-
-
-@dataclass
-class Rollbacks:
-    """The rollbacks that a run has made for its current problem."""
-
-    count: int = 0
-    furthest: int = 0
-    """The furthest step at which a rollback was requested."""
+BuildStepper = Callable[[Config, Mesh, Model, Batches], Stepper]
 
 
 class Trainer:
@@ -93,16 +77,17 @@ class Trainer:
     `fit` trains to the end. `step`, `evaluate` and `save` can also be called directly; call them on all processes in the mesh.
     """
 
-    reducer_type: type[GradientReducer] = GradientReducer
-    saver_type: type[ckpt.CheckpointSaver] = ckpt.CheckpointSaver
-
     def __init__(
-        self, config: Config, mesh: Mesh, run: RunDirectory, hooks: Sequence[Hook] = (), ahead: bool | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        run: RunDirectory,
+        hooks: Sequence[AnyHook] = (),
+        build_stepper: BuildStepper = Stepper,
     ) -> None:
         """Builds the run's state at step 0. Raises DataError if the token store does not match the configuration.
 
-        `ahead`: whether `fit` launches a step's passes before it reads the previous step's statistics. None: on GPUs only.
-        True needs an optimizer with `takes_tensors`.
+        `hooks`: all hooks of the run, in order. `boost train` adds the built-in ones (`boost.train.builtin_hooks`).
         """
         self.config, self.mesh, self.run = config, mesh, run
         train = config.train
@@ -112,21 +97,17 @@ class Trainer:
         self.batches = Batches(split, train.seq_len, train.global_batch, train.seed, isolated)
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
-        self.fused_params = list(fused_params(self.model))
-        self.reducer = self.reducer_type(self.fused_params, mesh, getattr(torch, train.sum_dtype))
-        self.optimizer = self._build_optimizer()
-        self._stepper = self._build_stepper(ahead)
+        self.stepper = build_stepper(config, mesh, self.model, self.batches)
+        self.fused_params, self.optimizer = self.stepper.fused_params, self.stepper.optimizer
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
-        self.bad_steps = 0
-        """Consecutive bad steps up to the current position."""
-        self.inherited: dict[str, Any] = {}
+        self.inherited: JsonObject = {}
         """Data that this run's checkpoints inherit from the one that it resumed or started from."""
         self.resumed_from: Path | None = None
         self.started_from: Path | None = None
         self.warnings: list[str] = []
         """Warnings from before the first step."""
-        self.all_hooks = [*hooks, *builtin_hooks(config)]
+        self.all_hooks = list(hooks)
         """All hooks of the run; `hooks` are those that run on this process."""
         self.hooks = [hook for hook in self.all_hooks if mesh.is_main or not hook.main_only]
         self.recent: list[StepMetrics | EvalMetrics] = []
@@ -134,24 +115,19 @@ class Trainer:
         self.takes_over = False
         """Whether this process becomes the main process of a run in progress, whose latest step may not have been recorded yet."""
         self._runner = HookRunner(self.hooks)
-        self._signals, self._save_requested = StopRequest(), False
+        self.requested = StepFlags.NONE
+        """What this process requests with the next step's statistics, in addition to a stop."""
+        self.signals_to_reduce = False
+        """Whether a stop signal may have arrived outside a step: during startup, an evaluation or a save."""
+        self._signals = StopRequest()
         self._stop_reason: str | None = None
         self._saved: Path | None = None
-        self._signals_to_reduce = False
-        """Whether a stop signal may have arrived outside a step: during startup, an evaluation or a save."""
-        self._checked: Position | None = None
-        """Position of the last successful replica check."""
-        self.trouble: RunTrouble | None = None
-        """The run's current problem (`boost.train.health`)."""
-        self.proven_step = -1
-        """The last step whose weights the next step's loss proved healthy, with no trouble since."""
         self._said_empty = False
-        self._rollback: str | None = None
-        self.rollbacks = Rollbacks()
         # Read the tokenizer once, because the store on disk may be replaced or deleted during training.
         tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
-        saver = self.saver_type(self.model, self.optimizer, config, tokenizer, data, mesh, run.require_owned)
+        saver = CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh, run.require_owned)
         self.saves = Saves(config, mesh, run, saver, self.warn)
+        self.judge = Judge(self.stepper, self.heldout, self.saves)
 
     def _open_corpus(self) -> Corpus:
         """Opens the token stores. Raises the error of the first process that cannot, on all of them."""
@@ -165,13 +141,6 @@ class Trainer:
 
         run_on_all(self.mesh, open_here, BoostError)
         return opened[0]
-
-    def _build_optimizer(self) -> Optimizer:
-        return build_optimizer(self.fused_params, self.config, self.mesh)
-
-    def _build_stepper(self, ahead: bool | None) -> Stepper:
-        parts = self.model, self.fused_params, self.reducer, self.optimizer, self.batches
-        return Stepper(self.config, self.mesh, *parts, ahead)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
         """Loads the first checkpoint in `resume_from` that all processes can read. If the list, which must be the same on all
@@ -195,7 +164,7 @@ class Trainer:
             else:
                 self.resumed_from = checkpoint.path
                 if checkpoint.position.doubt:
-                    self.trouble = RunTrouble(checkpoint.position.doubt, ruined=False)
+                    self.judge.trouble = RunTrouble(checkpoint.position.doubt, ruined=False)
                 self.warnings += resume_warnings(checkpoint, resume_from, self.config)
                 log.info("resumed from %s at step %d", checkpoint.path, self.position.step)
                 break
@@ -215,7 +184,7 @@ class Trainer:
             log.warning(warning)
         self.saves.supersede_later(self.resumed_from, self.position.step)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """What must be equal on all processes, by name, as JSON values. Paths may differ: what they lead to is compared."""
         fields = flat_config(
             self.config.model_dump(mode="json", exclude={"run": {"dir", "device"}, "data": {"store", "mixture"}})
@@ -231,7 +200,9 @@ class Trainer:
         """Loads a checkpoint. Tries twice, because a read from a network file system may fail once."""
         for again in (False, True):
             try:
-                checkpoint = ckpt.open_on_all(path, self.mesh, self._check_resumable)
+                checkpoint = ckpt.open_on_all(
+                    path, self.mesh, lambda found: check_resumable(found, self.config, self.corpus)
+                )
                 self.load(checkpoint)
                 break
             except DamagedCheckpointError as error:
@@ -240,16 +211,13 @@ class Trainer:
                 log.warning("%s; trying again", error)
         return checkpoint
 
-    def _check_resumable(self, found: Checkpoint) -> None:
-        check_resumable(found, self.config, self.corpus)
-
     def _load_weights(self, checkpoint: Checkpoint) -> Checkpoint:
         """Loads the weights that a run starts from. Collective. Raises CheckpointError or DataError if they do not fit."""
         run_on_all(self.mesh, lambda: require_start(checkpoint, self.config, self.store), BoostError)
         ckpt.load_weights(checkpoint, self.model, self.mesh)
         return checkpoint
 
-    def inherit(self, data: dict[str, Any]) -> None:
+    def inherit(self, data: JsonObject) -> None:
         """Makes this run's checkpoints record `data` (`inherited_data`)."""
         self.inherited = data
         self.saves.saver.add_data(data)
@@ -273,8 +241,8 @@ class Trainer:
         dtype = getattr(torch, self.config.train.compute_dtype)
         peak = peak_flops(self.mesh.device, dtype, self.config.run.peak_tflops)
         try:
-            self.notify(Hook.setup)
-            self.notify(Hook.on_train_start, TrainStart(self.position.step, self.config.train.steps))
+            self.notify("setup")
+            self.notify("on_train_start", TrainStart(self.position.step, self.config.train.steps))
             with StopRequest() as self._signals:
                 stopped = self._train(peak)
                 # Keep catching signals, so that a late one does not discard the results of a saved run.
@@ -283,23 +251,23 @@ class Trainer:
                 if not stopped and evaluation is None:
                     stopped = StepFlags.SIGNAL
                 result = self._result(stopped, evaluation)
-                self.notify(Hook.on_train_end, TrainEnd(result))
+                self.notify("on_train_end", TrainEnd(result))
             return result
         finally:
-            self._stop_reason, self._save_requested = None, False
-            self._stepper.prefetcher.close()
+            self._stop_reason, self.requested = None, StepFlags.NONE
+            self.stepper.prefetcher.close()
             self.saves.saver.close(LAST_SAVE_S)
             self._runner.teardown(self)
 
     def _train(self, peak: float) -> StepFlags:
         """Runs steps until the end or until any process requests a stop. Returns the flags that stopped the run, if any."""
-        train, stepper, saver = self.config.train, self._stepper, self.saves.saver
+        stepper, judge, saver = self.stepper, self.judge, self.saves.saver
         clock = StepClock(stepper.timed_on)
-        self._signals_to_reduce = True
+        self.signals_to_reduce = True
         passes: Passes | None = None
         while not self.at_end:
-            if self._signals_to_reduce:
-                self._signals_to_reduce = False
+            if self.signals_to_reduce:
+                self.signals_to_reduce = False
                 if self.mesh.together(self._signal_now):
                     self.finish_save()  # the save in flight may be for this position
                     here = ckpt.checkpoint_path(self.run.checkpoints, self.position.step)
@@ -310,10 +278,10 @@ class Trainer:
                 passes = self._begin_step(clock)
             clock.resume()
             update = self._launch_update(passes)
-            last = self.position.step == train.steps
+            last = self.position.step == self.config.train.steps
             passes = self._begin_step(clock) if stepper.ahead and not last else None
             stats = stepper.read(update)
-            self._judge(stats)
+            self._count(stats)
             seconds = clock.seconds(update.end)
             clock.pause()
             if saver.in_flight is not None and self.mesh.together(saver.done_everywhere):
@@ -323,59 +291,21 @@ class Trainer:
             if self.run.lock is not None:
                 self.run.lock.require_not_taken()
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
-            save = StepFlags.SAVE in stats.flags
+            save, joins = StepFlags.SAVE in stats.flags, StepFlags.JOIN in stats.flags
             empty = stats.is_finite and not stats.updates
-            event = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save, empty)
-            self.notify(Hook.after_step, event)
+            self.notify("after_step", StepEnd(metrics, judge.bad_steps > 0, last, bool(stop), save, empty, joins))
             if stop:
                 return stop
-            self._between_steps(stats)
+            if judge.rollback_reason is not None:
+                self._roll_back()
         return StepFlags.NONE
-
-    def _between_steps(self, stats: StepStats) -> None:
-        """Handles requests after a step that does not stop the run, on all processes."""
-        if self._rollback:
-            reason, self._rollback = self._rollback, None
-            self._roll_back(reason)
-
-    def _roll_back(self, reason: str) -> None:
-        """Returns to the newest proven checkpoint and skips the data used since then, as PaLM's authors did by hand. Collective.
-
-        Raises TrainingError if there is none, or if the run has not recovered after MAX_ROLLBACKS rollbacks.
-        """
-        self.finish_save()
-        before, rollbacks = self.position, self.rollbacks
-        # Resetting the count earlier would let the run fail at the same step forever.
-        rollbacks.count = rollbacks.count + 1 if before.step <= rollbacks.furthest + PAST_TROUBLE else 1
-        rollbacks.furthest = max(rollbacks.furthest, before.step)
-
-        def load_proven() -> None:
-            # Only the main process searches, because others might see a folder while it is being renamed.
-            target = run_on_main(self.mesh, lambda: self.saves.proven(self.proven_step), TrainingError)
-            if target is None:
-                raise TrainingError(f"{reason}; train.on_spike = 'rollback', but there is no proven checkpoint")
-            if rollbacks.count > MAX_ROLLBACKS:
-                raise TrainingError(
-                    f"{reason}; {MAX_ROLLBACKS} rollbacks did not help; resume from '{target}' with a lower optim.lr"
-                )
-            self.load(ckpt.open_on_all(target, self.mesh))
-            # They may look healthy, but are not. Do this now, because the run may be killed.
-            self.saves.supersede_later(target, self.position.step)
-            self.mesh.barrier()
-
-        self.mesh.together(load_proven)
-        undone = before.step - self.position.step
-        self.position = replace(self.position, skipped=before.skipped + undone)
-        self.bad_steps, self.trouble = 0, None
-        self.warn(f"{reason}; rolled back to step {self.position.step}, skipping the data of {undone} steps")
-        self.notify(Hook.on_rollback, Rollback(self.position.step, before.step, reason))
 
     def _begin_step(self, clock: StepClock) -> Passes:
         """Launches the passes for the next step."""
         step = self.position.step
         enter(Phase.STEP, step + 1)
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
-        self.notify(Hook.before_step, StepStart(step + 1, lr))
+        self.notify("before_step", StepStart(step + 1, lr))
         clock.resume()
         return self._launch_passes(lr)
 
@@ -385,54 +315,69 @@ class Trainer:
 
         Raises TrainingError after too many consecutive bad steps (`BadStepLimit`).
         """
-        stats = self._stepper.read(self._launch_update(self._launch_passes(lr)))
-        self._judge(stats)
+        stats = self.stepper.read(self._launch_update(self._launch_passes(lr)))
+        self._count(stats)
         return stats
 
     def _launch_passes(self, lr: float) -> Passes:
-        passes = self._stepper.passes(self.position, lr)
-        self.notify(Hook.after_backward)
+        passes = self.stepper.passes(self.position, lr, self.stepper.batch(self.position))
+        self.notify("after_backward")
         return passes
 
     def _launch_update(self, passes: Passes) -> Update:
         """Launches a step's update and advances the position."""
-        update = self._stepper.update(passes, self._take_flags())
-        step, tokens = self.position.step + 1, self.position.tokens + self._stepper.tokens
+        update = self.stepper.update(passes, self._take_flags())
+        step, tokens = self.position.step + 1, self.position.tokens + self.stepper.tokens
         self.position = replace(self.position, step=step, tokens=tokens)
         return update
 
-    def _judge(self, stats: StepStats) -> None:
+    def _count(self, stats: StepStats) -> None:
         """Counts bad steps. `stats`: statistics for the step that led to the current position."""
-        if stats.is_finite:
-            self.bad_steps = 0
-            if not stats.updates:
-                say = log.info if self._said_empty else self.warn
-                say(f"step {self.position.step} changed nothing, because the loss masks exclude all of its tokens")
-                self._said_empty = True
-        else:
-            self.bad_steps += 1
-            event = BadStep(self.position.step, stats.loss, stats.gradient_norm, self.bad_steps)
-            self.notify(Hook.on_bad_step, event)
+        self.judge.bad_steps = 0 if stats.is_finite else self.judge.bad_steps + 1
+        if not stats.is_finite:
+            event = BadStep(self.position.step, stats.loss, stats.gradient_norm, self.judge.bad_steps)
+            self.notify("on_bad_step", event)
+        elif not stats.updates:
+            say = log.info if self._said_empty else self.warn
+            say(f"step {self.position.step} changed nothing, because the loss masks exclude all of its tokens")
+            self._said_empty = True
+
+    def _roll_back(self) -> None:
+        """Returns to the newest proven checkpoint and skips the data used since then, as PaLM's authors did by hand. Collective.
+
+        Raises TrainingError if there is none, or if the run has not recovered after several rollbacks.
+        """
+        self.finish_save()
+        before, reason = self.position, self.judge.begin_rollback(self.position.step)
+
+        def load_proven() -> None:
+            target = self.judge.rollback_target(reason)
+            self.load(ckpt.open_on_all(target, self.mesh))
+            # They may look healthy, but are not. Do this now, because the run may be killed.
+            self.saves.supersede_later(target, self.position.step)
+            self.mesh.barrier()
+
+        self.mesh.together(load_proven)
+        undone = before.step - self.position.step
+        self.position = replace(self.position, skipped=before.skipped + undone)
+        self.judge.bad_steps, self.judge.trouble = 0, None
+        self.warn(f"{reason}; rolled back to step {self.position.step}, skipping the data of {undone} steps")
+        self.notify("on_rollback", Rollback(self.position.step, before.step, reason))
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
         """Evaluates the held-out split, or about `max_tokens` of it. Returns None if a signal stops the evaluation. Collective."""
         self._runner.require_all_processes("evaluate", self.mesh.size)
-        train, isolate = self.config.train, self.config.data.isolate_documents
-        facts = train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens, self._signal_now
-        try:
-            with in_phase(Phase.EVALUATION):
-                result = self.mesh.together(lambda: evaluate(self.model, self.heldout, *facts))
-        except EvaluationStopped:
+        self.signals_to_reduce = True
+        result = self.judge.evaluate(max_tokens, self._signal_now)
+        if result is None:
             return None
-        finally:
-            self._signals_to_reduce = True
         losses = result.loss, result.perplexity, result.bits_per_byte, result.tokens
         by_source = {name: source.loss for name, source in result.sources.items()}
         metrics = EvalMetrics(self.position.step, *losses, self.at_end and max_tokens is None, by_source)
         self.recent.append(metrics)
         if self.run.lock is not None:
             self.run.lock.require_not_taken()
-        self.notify(Hook.on_evaluation, EvaluationEnd(metrics, complete=max_tokens is None))
+        self.notify("on_evaluation", EvaluationEnd(metrics, complete=max_tokens is None))
         return result
 
     def save(self, wait: bool = True) -> Path | None:
@@ -448,9 +393,9 @@ class Trainer:
         if not self._may_save():
             return None
         if not wait:
-            self.saves.start(self._saved_position())
+            self.saves.start(self.judge.marked(self.position))
             return None
-        return self._announce(self.saves.save(self._saved_position()))
+        return self._announce(self.saves.save(self.judge.marked(self.position)))
 
     def save_last(self, urgent: bool) -> Path | None:
         """Saves the run's last checkpoint like `save`, but retries (run.save_retry_minutes) and uses run.fallback_dir. Collective.
@@ -459,26 +404,20 @@ class Trainer:
         """
         if not self._may_save(last=True):
             return None
-        return self._announce(self.saves.save_last(self._saved_position(), urgent))
+        return self._announce(self.saves.save_last(self.judge.marked(self.position), urgent))
 
     def finish_save(self) -> None:
         """Waits for the save in flight, if any. A failed save only logs a warning. Collective."""
         try:
-            if saved := self.saves.finish(self._saved_position()):
+            if saved := self.saves.finish(self.judge.marked(self.position)):
                 self._announce(saved)
         except (StorageError, NonFiniteError) as error:
             self.warn(f"{error}; training continues and earlier checkpoints are intact")
 
-    def _saved_position(self) -> Position:
-        if self.trouble is None:
-            return self.position
-        ruined, text = self.trouble.ruined, self.trouble.text
-        return replace(self.position, trouble=text if ruined else "", doubt="" if ruined else text)
-
     def _may_save(self, last: bool = False) -> bool:
         """Waits for the save in flight. Returns whether a new one may start, that is, whether no hook on any process refuses it."""
         self._runner.require_all_processes("save", self.mesh.size)
-        self._signals_to_reduce = True
+        self.signals_to_reduce = True
         in_flight, begin = self.saves.saver.in_flight, time.perf_counter()
         self.finish_save()
         if in_flight is not None and (waited := time.perf_counter() - begin) > SLOW_SAVE_S:
@@ -490,8 +429,8 @@ class Trainer:
         step = self.position.step
 
         def ask_hooks() -> list[str]:
-            reasons = self.notify(Hook.before_save, SaveStart(step, last))
-            return [reason or "refused by a hook" for reason in reasons if reason is not None]
+            reasons = self.notify("before_save", SaveStart(step, last))
+            return [str(reason or "refused by a hook") for reason in reasons if reason is not None]
 
         # These requests are not part of the step statistics, because saves are rare and a hook may inspect the current weights.
         answers = run_on_all(self.mesh, ask_hooks, TrainingError)
@@ -506,36 +445,20 @@ class Trainer:
             self.warn(warning)
         self._saved = saved.path
         log.info("saved %s", saved.path)
-        with self.saves.rescuing(self._saved_position(), saved.path.parent):
-            self.notify(Hook.after_save, SaveEnd(saved.step, saved.path))
+        with self.saves.rescuing(self.judge.marked(self.position), saved.path.parent):
+            self.notify("after_save", SaveEnd(saved.step, saved.path))
         return saved.path
 
     def check_replicas(self, again: bool = False) -> None:
-        """Compares the weights and moments of all replicas. Does nothing if this position was already checked (unless `again`) or
-        if train.check_replicas_every is 0. Collective.
+        """Compares the weights and moments of all replicas (`Judge.compare_replicas`). Collective.
 
         Raises TrainingError on every process; the error names the processes that differ or have a non-finite weight.
         """
         self._runner.require_all_processes("check_replicas", self.mesh.size)
-        if not self.config.train.check_replicas_every or (self._checked == self.position and not again):
-            return
-        report = self.mesh.together(self._compare_replicas)
+        report = self.judge.compare_replicas(self.position, again)
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
             require_sound(report, self.position.step, self.saves.latest())
-        self._checked = self.position
-
-    def _compare_replicas(self) -> ReplicaReport:
-        return check_replicas(self.fused_params, self.mesh, self.optimizer.moments)
-
-    def request_rollback(self, reason: str) -> None:
-        """Requests a rollback to the newest proven checkpoint after this step. Call it on all processes, in `after_step`."""
-        self._rollback = reason
-
-    @property
-    def rolling_back(self) -> bool:
-        """Whether a rollback follows this step."""
-        return self._rollback is not None
 
     def request_stop(self, reason: str) -> None:
         """Requests that all processes save and stop. Any hook on any process may call it (timing: see `boost.train.hooks`)."""
@@ -543,20 +466,21 @@ class Trainer:
 
     def request_save(self) -> None:
         """Requests a checkpoint. Any hook on any process may call it (timing: see `boost.train.hooks`)."""
-        self._save_requested = True
+        self.requested |= StepFlags.SAVE
 
     def warn(self, text: str) -> None:
         """Logs a warning and passes it to this process's hooks; the console hook prints it."""
         log.warning(text)
-        self.notify(Hook.on_warning, text)
+        self.notify("on_warning", text)
 
     def _take_flags(self) -> StepFlags:
-        """Returns this process's requests. A stop stays requested until the run ends; a save request is cleared."""
-        by_signal = self._signals.take_save_request()
-        save = StepFlags.SAVE if self._save_requested or by_signal else StepFlags.NONE
-        self._save_requested = False
-        signal = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
-        return signal | save | (StepFlags.STOP if self._stop_reason is not None else StepFlags.NONE)
+        """Returns this process's requests. A stop stays requested until the run ends; other requests are cleared."""
+        flags, self.requested = self.requested, StepFlags.NONE
+        if self._signals.take_save_request():
+            flags |= StepFlags.SAVE
+        if self._signals.requested:
+            flags |= StepFlags.SIGNAL
+        return flags if self._stop_reason is None else flags | StepFlags.STOP
 
     def _signal_now(self) -> bool:
         own = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
@@ -572,6 +496,72 @@ class Trainer:
         reason = name if by_signal else self._stop_reason or "a hook on another process"
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
-    def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls `method` (an attribute of `Hook`) on every hook on this process. Returns their results."""
-        return self._runner.call(method, self, *arguments)
+    def notify(self, event: str, *arguments: object) -> list[object]:
+        """Calls the method `event` of every hook on this process. Returns their results."""
+        return self._runner.call(event, self, *arguments)
+
+    def add_hooks(self, hooks: Sequence[AnyHook]) -> None:
+        """Sets up hooks for a run in progress and adds them before all others."""
+        self._runner.add(self, hooks, TrainStart(self.position.step, self.config.train.steps))
+
+
+def step_metrics(trainer: Trainer, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
+    """Metrics for the step that led to the trainer's current position."""
+    train, mesh = trainer.config.train, trainer.mesh
+    speed = train.global_batch * train.seq_len / seconds
+    return StepMetrics(
+        step=trainer.position.step,
+        loss=stats.loss,
+        lr=lr,
+        gradient_norm=stats.gradient_norm,
+        tokens_per_second=speed,
+        mfu=mfu(speed, trainer.flops_per_token, mesh.size, peak),
+        memory_bytes=memory_bytes(mesh.device),
+        tokens=trainer.position.tokens,
+        seconds=seconds,
+        cross_entropy=stats.cross_entropy,
+    )
+
+
+class HookRunner:
+    """Calls one process's hooks in order and tracks whether a main-only hook is running."""
+
+    def __init__(self, hooks: list[AnyHook]) -> None:
+        self._hooks = hooks
+        self._main_only_hook: AnyHook | None = None
+
+    def call(self, event: str, *arguments: object) -> list[object]:
+        """Calls the method `event` of every hook. Returns their results."""
+        # A copy: `add` may add hooks during the loop.
+        return [self._call_one(hook, event, *arguments) for hook in list(self._hooks)]
+
+    def add(self, trainer: object, hooks: Sequence[AnyHook], start: TrainStart) -> None:
+        """Sets up hooks for a run in progress and adds them before all others."""
+        for hook in hooks:
+            self._call_one(hook, "setup", trainer)
+            self._call_one(hook, "on_train_start", trainer, start)
+        self._hooks[:0] = hooks
+
+    def teardown(self, trainer: object) -> None:
+        """Tears down every hook, even if one fails. Errors are only logged, because the outcome of the run is already decided."""
+        for hook in self._hooks:
+            try:
+                self._call_one(hook, "teardown", trainer)
+            except Exception:
+                log.exception("teardown of %s failed", type(hook).__name__)
+
+    def require_all_processes(self, method: str, world_size: int) -> None:
+        """Raises RuntimeError in a main-only hook, because a collective method would wait forever for the other processes."""
+        if self._main_only_hook is not None and world_size > 1:
+            raise RuntimeError(
+                f"{type(self._main_only_hook).__name__} runs on the main process only, but Trainer.{method} needs all processes; "
+                "set main_only = False, or call request_save() for a checkpoint"
+            )
+
+    def _call_one(self, hook: AnyHook, event: str, *arguments: object) -> object:
+        outer = self._main_only_hook
+        self._main_only_hook = hook if hook.main_only else outer
+        try:
+            return getattr(hook, event)(*arguments)
+        finally:
+            self._main_only_hook = outer

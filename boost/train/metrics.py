@@ -20,30 +20,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
-from boost.files import remove_leftovers, temporary_sibling
-from boost.parallel.gradients import StepStats
+from boost.files import JsonObject, remove_leftovers, temporary_sibling
 from boost.paths import require_regular
 from boost.train.best_effort import best_effort
-from boost.train.hardware import memory_bytes, mfu
-from boost.train.hooks import (
-    EvalMetrics,
-    EvaluationEnd,
-    Hook,
-    Rollback,
-    RunEvent,
-    SampleEnd,
-    StepEnd,
-    StepMetrics,
-    TrainEnd,
-    Training,
-)
-from boost.train.rundir import RunDirectory, storage_errors
+from boost.train.events import EvalMetrics, EvaluationEnd, Rollback, RunEvent, SampleEnd, StepEnd, StepMetrics, TrainEnd
+from boost.train.hooks import Hook
+from boost.train.rundir import RunDirectory, flat_config, storage_errors
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from boost.train.loop import Trainer
 
 log = logging.getLogger("boost")
 
@@ -74,7 +67,7 @@ TEXTS = ("kind", "prompt", "text", "state", "reason")
 def _line_model(of: type) -> type[BaseModel]:
     """Checks the types in a line with the fields of a dataclass. Other fields are ignored."""
     hints, counted = get_type_hints(of), Annotated[int, Field(ge=0, lt=2**63)]
-    fields: dict[str, Any] = {"kind": (str, ...)}
+    fields: JsonObject = {"kind": (str, ...)}
     for field in dataclasses.fields(of):
         required = field.default is field.default_factory is dataclasses.MISSING
         hint = hints[field.name]
@@ -84,24 +77,6 @@ def _line_model(of: type) -> type[BaseModel]:
 
 _LINES = {kind: _line_model(of) for kind, of in KINDS.items()}
 _EVENT = _line_model(RunEvent)
-
-
-def step_metrics(trainer: Training, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
-    """Metrics for the step that led to the trainer's current position."""
-    train, mesh = trainer.config.train, trainer.mesh
-    speed = train.global_batch * train.seq_len / seconds
-    return StepMetrics(
-        step=trainer.position.step,
-        loss=stats.loss,
-        lr=lr,
-        gradient_norm=stats.gradient_norm,
-        tokens_per_second=speed,
-        mfu=mfu(speed, trainer.flops_per_token, mesh.size, peak),
-        memory_bytes=memory_bytes(mesh.device),
-        tokens=trainer.position.tokens,
-        seconds=seconds,
-        cross_entropy=stats.cross_entropy,
-    )
 
 
 _event_files = itertools.count()
@@ -197,11 +172,11 @@ class MetricsWriter:
         """Writes one step or evaluation."""
         kind, prefix = ("step", "train") if isinstance(metrics, StepMetrics) else ("eval", "eval")
         self._add_line(kind, metrics)
-        values = flat_config(dataclasses.asdict(metrics), separator="/").items()
-        named = {
-            f"{prefix}/{name}": value for name, value in values if name not in ("step", "final") and value is not None
-        }
-
+        values = dataclasses.asdict(metrics)
+        values |= {f"heldout_losses/{name}": loss for name, loss in values.pop("heldout_losses", {}).items()}
+        named = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
+        for name in ("step", "final"):
+            named.pop(f"{prefix}/{name}", None)
         self._draw(metrics.step, scalars=named)
         for tracker in self._trackers:
             with best_effort(f"log to {tracker.__name__}", self._warn):
@@ -251,7 +226,7 @@ class MetricsWriter:
                 tracker.finish()
         self._board, self._trackers = None, []
 
-    def _add_line(self, kind: str, event: Any) -> None:
+    def _add_line(self, kind: str, event: "DataclassInstance") -> None:
         with best_effort("write metrics.jsonl", self._warn):
             values = _finite({"kind": kind, **dataclasses.asdict(event)})
             self._file.write(json.dumps(values, allow_nan=False) + "\n")
@@ -285,7 +260,7 @@ class MetricsHook(Hook):
         self._sampled = (0, 0)
         """Step of the last sample, and the sample's number within that step."""
 
-    def setup(self, trainer: Training) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         tracker_modules(trainer.config)
 
         def warn(text: str) -> None:
@@ -307,40 +282,40 @@ class MetricsHook(Hook):
                     if (kind, metrics.step) not in known:
                         self._writer.write(metrics)
 
-    def after_step(self, trainer: Training, event: StepEnd) -> None:
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if self._writer:
             self._writer.write(event.metrics)
 
-    def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         if self._writer:
             self._writer.write(event.metrics)
 
-    def on_sample(self, trainer: Training, event: SampleEnd) -> None:
+    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
         step, number = self._sampled
         self._sampled = event.step, (number + 1 if step == event.step else 1)
         if self._writer:
             self._writer.sample(event, self._sampled[1])
 
-    def on_train_end(self, trainer: Training, event: TrainEnd) -> None:
+    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
         result = event.result
         end = RunEnd(result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or "")
         if self._writer:
             self._writer.end(end)
 
-    def on_event(self, trainer: Training, event: RunEvent) -> None:
+    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
         if self._writer:
             self._writer.event(event)
 
-    def on_rollback(self, trainer: Training, event: Rollback) -> None:
+    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         if self._writer:
             self._writer.rewind(event.step)
 
-    def teardown(self, trainer: Training) -> None:
+    def teardown(self, trainer: "Trainer") -> None:
         if self._writer:
             self._writer.close()
 
 
-def _description(config: Config) -> dict[str, Any]:
+def _description(config: Config) -> JsonObject:
     """The event with the configuration, as text and, except for [run], for the HPARAMS tab.
 
     Leaves out hparams' list of hyperparameters for all runs in a folder, because runs differ by model family.
@@ -360,15 +335,6 @@ def _preformatted(text: str) -> str:
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
-def flat_config(tree: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """Flattens a tree to dotted keys: {"train": {"steps": 3}} becomes {"train.steps": 3}."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, dict)
-        flat |= flat_config(value, f"{prefix}{key}{separator}", separator) if inner else {f"{prefix}{key}": value}
-    return flat
-
-
 def tracker_modules(config: Config) -> list[ModuleType]:
     """The package that run.wandb = true requires; empty otherwise. Raises ConfigError if the package is missing."""
     if not config.run.wandb:
@@ -381,7 +347,7 @@ def tracker_modules(config: Config) -> list[ModuleType]:
         raise ConfigError("run.wandb = true: the package 'wandb' is not installed; run 'pip install wandb'") from None
 
 
-def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dict[str, Any]]:
+def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[JsonObject]:
     """Reads all lines in a metrics.jsonl, except an incomplete last line (after a crash or in a live run).
 
     Raises DataError if any other line is damaged: not JSON, or without the fields and types of its `kind`. If a list `damaged` is
@@ -433,7 +399,7 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
     return len(damaged)
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def _finite(values: JsonObject) -> JsonObject:
     """Converts non-finite numbers to strings, including those in nested dictionaries. Leaves out fields without a value."""
     return {
         name: _finite(value)
@@ -446,7 +412,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
+def _from_line(line: bytes, path: Path | str, number: int) -> JsonObject:
     try:
         values = _numbers(json.loads(line), TEXTS)
         _LINES.get(values["kind"], _EVENT).model_validate(values)
@@ -455,7 +421,7 @@ def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     return values
 
 
-def _numbers(values: dict[str, Any], texts: Sequence[str] = ()) -> dict[str, Any]:
+def _numbers(values: JsonObject, texts: Sequence[str] = ()) -> JsonObject:
     """Inverse of `_finite`."""
     return {
         name: _numbers(value)

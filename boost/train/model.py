@@ -5,10 +5,9 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils._triton import has_triton
 
@@ -17,7 +16,6 @@ from boost.config.architecture import parameter_count
 from boost.config.rules import out_of_proportion
 from boost.config.schema import CompiledPart
 from boost.config.stages import Stage, stages_of
-from boost.data.batches import Batch
 from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.layouts.runtime import layout_for
@@ -156,24 +154,3 @@ def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Dec
             return Decoder(config.model, layout, getattr(torch, train.compute_dtype), policies, stage)
     finally:
         torch.set_default_dtype(default_dtype)
-
-
-class HostBatch(NamedTuple):
-    """A batch as tensors in host memory: `tokens` and `targets` [B, S] int64, `document_ids` [B, S] int32."""
-
-    tokens: Tensor
-    targets: Tensor
-    document_ids: Tensor
-
-
-def host_batch(batch: Batch, pin: bool = False) -> HostBatch:
-    """The batch as tensors that share its memory. With `pin`, copies them to pinned memory, for asynchronous copies to a GPU."""
-    tensors = (torch.from_numpy(x) for x in (batch.tokens, batch.targets, batch.document_ids))
-    return HostBatch(*(x.pin_memory() if pin else x for x in tensors))
-
-
-def to_device(batch: Batch | HostBatch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A batch's decoder inputs: (tokens, targets, document ids). The ids stay on the host, and are None unless `isolate` is set."""
-    host = batch if isinstance(batch, HostBatch) else host_batch(batch)
-    tokens, targets = (x.to(device, non_blocking=True) for x in (host.tokens, host.targets))
-    return tokens, targets, host.document_ids if isolate else None

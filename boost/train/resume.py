@@ -1,16 +1,16 @@
 """Selects the checkpoint that a run resumes or starts from, and checks that it fits the run."""
 
 from pathlib import Path
-from typing import Any
 
 from boost.config import Config
 from boost.data.mixture import Corpus
 from boost.data.store import TokenStore
 from boost.errors import CheckpointError, ConfigError, StorageError
+from boost.files import JsonObject
 from boost.optim.schedule import learning_rate
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint
-from boost.train.rundir import RunDirectory
+from boost.train.rundir import RunDirectory, flat_config
 
 HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
     "train": ("steps", "param_dtype", "compute_dtype", "reduce_dtype"),
@@ -101,19 +101,12 @@ def changes(before: Config, now: Config) -> list[str]:
     """Hyperparameters that differ, such as 'optim.lr 0.001 -> 0.002', in the order of the configuration."""
     lines = []
     for name in HYPERPARAMETERS:
-        old, new = (_flat(getattr(config, name).model_dump()) for config in (before, now))
+        old, new = (flat_config(getattr(config, name).model_dump()) for config in (before, now))
         fields = HYPERPARAMETERS[name] or tuple(dict.fromkeys((*old, *new)))
         for field in fields:
             if old.get(field) != new.get(field):
                 lines.append(f"{name}.{field} {old.get(field)!r} -> {new.get(field)!r}")
     return lines
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value) if isinstance(value, dict) else {key: value}
-    return flat
 
 
 def require_start(found: Checkpoint, config: Config, store: TokenStore) -> None:
@@ -122,11 +115,11 @@ def require_start(found: Checkpoint, config: Config, store: TokenStore) -> None:
     store.require_tokenizer(found.require_tokenizer(), f"'{found.path}'")
 
 
-def inherited_data(config: Config, corpus: Corpus, source: Checkpoint | None) -> dict[str, Any]:
+def inherited_data(config: Config, corpus: Corpus, source: Checkpoint | None) -> JsonObject:
     """Data that this run's checkpoints inherit from `source`, the checkpoint that it resumes or starts from: the model's context
     length, if the run trains on shorter sequences, and other content of the original Hugging Face folder, such as a chat
     template. If that folder has no template, the chat template of a store of conversations is used."""
-    hub: dict[str, Any] = dict(source.data.get(ckpt.HUB) or {}) if source else {}
+    hub: JsonObject = dict(source.data.get(ckpt.HUB) or {}) if source else {}
     context = source.context if source else 0
     chat = next((store.chat for store in corpus.stores if store.chat), None)
     if chat and not hub.get("chat_templates"):

@@ -22,8 +22,10 @@ from boost.parallel.weights import require_torch
 from boost.text import print_error, printable, printable_text
 from boost.train.agreement import run_on_main
 from boost.train.best_effort import outliving_terminal
+from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import checkpoint_path, fallback_folder, open_checkpoint
 from boost.train.console import ConsoleHook
+from boost.train.events import TrainResult
 from boost.train.failures import (
     failure_report,
     first_sentence,
@@ -34,7 +36,7 @@ from boost.train.failures import (
 )
 from boost.train.faults import Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat, process_name
-from boost.train.hooks import Hook, TrainResult
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, tracker_modules
 from boost.train.rendezvous import Stopped, close_mesh, launch_dir, open_mesh
@@ -83,7 +85,7 @@ class Session:
 
     def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> Trainer:
         """Builds the trainer."""
-        return Trainer(self.config, self.mesh, run, hooks)
+        return Trainer(self.config, self.mesh, run, [*hooks, *builtin_hooks(self.config)])
 
     def start(self, trainer: Trainer, candidates: list[Path], start_from: str | None) -> None:
         """Loads the initial state (`Trainer.start`)."""

@@ -18,9 +18,9 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 from boost.errors import ConfigError, LostRunError, StorageError
+from boost.files import JsonObject
 from boost.paths import read_text
 from boost.train.rundir import storage_errors
 
@@ -198,14 +198,14 @@ def is_held(folder: Path | str) -> bool:
     return alive
 
 
-def in_use_error(folder: Path, owner: dict[str, Any]) -> ConfigError:
+def in_use_error(folder: Path, owner: JsonObject) -> ConfigError:
     """The error for a run directory that is in use; it names the owner."""
     return ConfigError(
         f"run.dir = '{folder}' is in use by {_describe(owner)}; wait for that run, stop it, or choose another --run.dir"
     )
 
 
-def _is_alive(owner: dict[str, Any]) -> bool | None:
+def _is_alive(owner: JsonObject) -> bool | None:
     """Whether the owner is running; None if that is unknown (another host or container, or no /proc)."""
     here = owner.get("host") == platform.node() and owner.get("namespace") == _namespace() is not None
     pid, started = owner.get("pid"), owner.get("started")
@@ -236,7 +236,7 @@ def _namespace() -> str | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     """The owner in the lock file; {} if there is no lock or it cannot be read."""
     try:
         values = json.loads(read_text(path))
@@ -251,6 +251,6 @@ def _touched(path: Path) -> int | None:
     return None
 
 
-def _describe(owner: dict[str, Any]) -> str:
+def _describe(owner: JsonObject) -> str:
     host, pid = owner.get("host", "an unknown host"), owner.get("pid", "?")
     return f"process {pid} on {host!s:.200}"

@@ -23,11 +23,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from boost.config import Config, to_toml
 from boost.errors import CheckpointError, ConfigError, StorageError
-from boost.files import replace_text
+from boost.files import JsonObject, replace_text
 from boost.machine import available_cores, cpu_model
 from boost.paths import file_name, read_text
 from boost.version import __version__
@@ -214,7 +214,16 @@ class _RankLog(logging.FileHandler):
         self._failed = True
 
 
-def environment(config: Config) -> dict[str, Any]:
+def flat_config(tree: JsonObject, prefix: str = "") -> JsonObject:
+    """Flattens a tree to dotted keys: {"train": {"steps": 3}} becomes {"train.steps": 3}."""
+    flat: JsonObject = {}
+    for key, value in tree.items():
+        inner = isinstance(value, dict)
+        flat |= flat_config(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
+
+
+def environment(config: Config) -> JsonObject:
     """The environment that a run depends on. It contains no host name or install path, because run directories are shared."""
     import numpy
     import torch
@@ -244,7 +253,7 @@ def environment(config: Config) -> dict[str, Any]:
     }
 
 
-def git_state() -> dict[str, Any] | None:
+def git_state() -> JsonObject | None:
     """{'commit': hash or None before the first commit, 'dirty': bool} of boost's own git checkout; None if there is none.
 
     An installed copy of boost may be inside another repository (in a virtual environment), whose commit is not boost's.
@@ -276,7 +285,7 @@ def require_checkpoint_folder(path: str | Path) -> None:
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
 
 
-def replace_json(path: Path, values: dict[str, Any]) -> None:
+def replace_json(path: Path, values: JsonObject) -> None:
     """Writes a JSON file atomically."""
     replace_text(path, json.dumps(values) + "\n")
 

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 from boost.data.store import TokenStore
 from boost.data.tokenizer import PlainText, continuation
+from boost.train.events import EvaluationEnd, SampleEnd
 from boost.train.generate import generate
 from boost.train.heartbeat import Phase, in_phase
-from boost.train.hooks import EvaluationEnd, Hook, SampleEnd, Training
+from boost.train.hooks import Hook
+from boost.train.loop import Trainer
 from boost.train.model import Model
 from boost.train.sampling import Sampling
 
@@ -25,7 +27,7 @@ class TextSamples(Hook):
         self.tokens, self.prompts = tokens, tuple(prompts)
         self._sampled: int | None = None
 
-    def on_evaluation(self, trainer: Training, event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
         if self._sampled == event.metrics.step:  # the final evaluation may follow a periodic one with the same weights
             return
         self._sampled = event.metrics.step
@@ -36,7 +38,7 @@ class TextSamples(Hook):
                 lambda: [sample_text(model, store, prompt.ids, self.tokens) for prompt in prompts]
             )
         for prompt, text in zip(prompts, texts, strict=True):
-            trainer.notify(Hook.on_sample, SampleEnd(event.metrics.step, prompt.text, text))
+            trainer.notify("on_sample", SampleEnd(event.metrics.step, prompt.text, text))
 
 
 class Prompt(NamedTuple):

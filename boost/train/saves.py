@@ -41,8 +41,9 @@ class Saves:
         return [folder for folder in (self.run.checkpoints, self.elsewhere) if folder]
 
     def prepare(self) -> None:
-        """Allocates host memory for background saves in advance, unless replicas change. Collective."""
-        if self.saver.prepares:
+        """Allocates host memory for background saves in advance. Collective. Does nothing if replicas change, because they rejoin
+        at different times."""
+        if self.mesh.background is None:
             self.saver.prepare()
 
     def start(self, position: Position) -> None:
@@ -54,8 +55,7 @@ class Saves:
         """Saves in `folder`; None: in run.dir."""
         folder = folder or self.run.checkpoints
         with in_phase(Phase.SAVE), self.rescuing(position, folder):
-            saved: SavedCheckpoint = self.mesh.together(lambda: self.saver.save(folder, position))
-            return saved
+            return self.mesh.together(lambda: self.saver.save(folder, position))
 
     def save_last(self, position: Position, urgent: bool) -> SavedCheckpoint:
         """Saves like `save`, but retries (run.save_retry_minutes) and uses run.fallback_dir; if `urgent`, before the retries."""
@@ -80,10 +80,7 @@ class Saves:
         if self.saver.in_flight is None:
             return None
         with in_phase(Phase.SAVE), self.rescuing(position, self.run.checkpoints):
-            saved: SavedCheckpoint | None = self.mesh.together(
-                lambda: self.saver.finish() if self.saver.in_flight is not None else None
-            )
-        return saved
+            return self.mesh.together(lambda: self.saver.finish() if self.saver.in_flight is not None else None)
 
     @contextlib.contextmanager
     def rescuing(self, position: Position, folder: Path) -> Iterator[None]:

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from boost.errors import StoppedError
 
@@ -36,6 +36,10 @@ def caught_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in signals if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
+Handler = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.getsignal` returns."""
+
+
 class StopRequest:
     """Context manager in which stop signals only set a flag. A second SIGINT more than 2 s after the first raises
     KeyboardInterrupt.
@@ -56,9 +60,9 @@ class StopRequest:
         """Name of the first stop signal, such as 'SIGTERM'."""
         self._save_requested = False
         self._interrupted_at: float | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Handler] = {}
         self._outer: StopRequest | None = None
-        self._mask: set[Any] = set()
+        self._mask: set[int | signal.Signals] = set()
 
     @classmethod
     def begin_process(cls) -> None:
@@ -97,7 +101,7 @@ class StopRequest:
         self.requested, self.name = other.requested, other.name
         self._save_requested, self._interrupted_at = other._save_requested, other._interrupted_at
 
-    def _ignore_repeat(self, previous: Any) -> Callable[[int, FrameType | None], None]:
+    def _ignore_repeat(self, previous: Handler) -> Callable[[int, FrameType | None], None]:
         """Wraps the previous handler to ignore further SIGINTs that a launcher forwards for the same Ctrl-C."""
 
         def handle(number: int, frame: FrameType | None) -> None:

@@ -1,26 +1,23 @@
-"""One optimizer step on this process. `Stepper.passes` reads the batch, runs forward and backward passes over its micro-batches,
-and reduces gradients. `Stepper.update` launches the reduction of the statistics, clips the gradients and updates the weights.
-`Stepper.read` waits for the statistics.
+"""One optimizer step on this process: `Stepper.step`.
 
-On a GPU, the first two only launch work. To keep the GPU busy, the trainer launches the passes of step n + 1 before it
+On a GPU, passes and update only launch work. To keep the GPU busy, the trainer launches the passes of step n + 1 before it
 reads the statistics of step n (order of events: `boost.train.hooks`). The passes need the weights from step n, whose
 update was launched before them. They do not need its statistics, which only affect decisions between steps.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from boost.config import Config
-from boost.config.architecture import IGNORED
-from boost.data.batches import Batches, join
-from boost.models.fused import FusedParam
+from boost.data.batches import Batches
+from boost.models.fused import FusedParam, fused_params
 from boost.models.interface import Teaching
-from boost.optim.adamw import Optimizer
+from boost.optim.adamw import Optimizer, build_optimizer
 from boost.parallel.gradients import (
+    GradBucket,
     GradientReducer,
     LaunchedStats,
     StepFlags,
@@ -28,13 +25,14 @@ from boost.parallel.gradients import (
     clip_gradients,
     launch_step_stats,
 )
-from boost.parallel.mesh import Mesh, share
+from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Pipeline
 from boost.parallel.weights import WorkingCopies, forget_gathered, last_backward
 from boost.train.checkpoint import Position
 from boost.train.graphs import captured_if_configured
 from boost.train.hardware import Moment, now
-from boost.train.model import HostBatch, Model, host_batch, to_device
+from boost.train.model import Model
+from boost.train.prefetch import HostBatch, Prefetcher, StepData, to_device
 from boost.train.teacher import Teacher
 
 Teach = Callable[[Tensor, Tensor | None], Teaching]
@@ -42,48 +40,57 @@ Teach = Callable[[Tensor, Tensor | None], Teaching]
 
 
 class Stepper:
-    """Runs the steps on one process: `passes`, `update`, `read`. All processes in the mesh call the same methods in the
-    same order."""
+    """Runs the steps of one model on one process, with its optimizer and its data. All processes in the mesh call the same methods
+    in the same order."""
 
     def __init__(
         self,
         config: Config,
         mesh: Mesh,
         model: Model,
-        fused_params: Sequence[FusedParam],
-        reducer: GradientReducer,
-        optimizer: Optimizer,
         batches: Batches,
+        *,
         ahead: bool | None = None,
+        from_tensors: bool | None = None,
+        bucket: type[GradBucket] | None = None,
+        build: Callable[[Sequence[FusedParam], Config, Mesh], Optimizer] = build_optimizer,
     ) -> None:
-        """`ahead`: see `Trainer`."""
+        """`ahead`, `from_tensors`: the attributes of these names; None: on GPUs only. True needs an optimizer with `takes_tensors`.
+        `bucket`: as for `GradientReducer`. `build`: builds the optimizer."""
         self.config, self.mesh, self.model = config, mesh, model
-        self.fused_params, self.reducer, self.optimizer = fused_params, reducer, optimizer
-        self.copies = WorkingCopies(model, config, reducer.accumulated)
-        self.run_passes = captured_if_configured(self._run_passes, config, fused_params, mesh.device)
+        self.tokens = config.train.global_batch * config.train.seq_len
+        """Tokens per global batch."""
+        self.fused_params = list(fused_params(model))
+        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype), bucket)
+        self.optimizer = build(self.fused_params, config, mesh)
+        self.copies = WorkingCopies(model, config, self.reducer.accumulated)
+        self.run_passes = captured_if_configured(self._run_passes, config, self.fused_params, mesh.device)
         self.prefetcher = Prefetcher(batches, config, mesh)
         self.teacher = Teacher(config, mesh) if config.distill.teacher else None
-        self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
-        """Whether the passes of a step are launched before the statistics of the previous step are read."""
         # On a CPU, reading the statistics first costs nothing and saves a pass over gradients that need no clipping.
-        self.from_tensors = self.ahead or (optimizer.takes_tensors and mesh.device.type == "cuda")
+        can, on_gpu = self.optimizer.takes_tensors, mesh.device.type == "cuda"
+        self.ahead = can and (on_gpu if ahead is None else ahead)
+        """Whether the passes of a step are launched before the statistics of the previous step are read."""
+        self.from_tensors = can and (self.ahead or on_gpu if from_tensors is None else from_tensors)
         """Whether updates are launched before their statistics are read."""
         self.timed_on = mesh.device if self.ahead else torch.device("cpu")
         """The device whose clock times the steps. With `ahead`, the host launches one step while the device runs another."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens per global batch."""
-        return self.config.train.global_batch * self.config.train.seq_len
+    def step(self, position: Position, lr: float) -> StepStats:
+        """Runs the step after `position`. The trainer makes the same calls, with its hooks in between."""
+        data = self.batch(position)
+        passes = self.passes(position, lr, data)
+        update = self.update(passes, StepFlags.NONE)
+        return self.read(update)
 
-    def passes(self, position: Position, lr: float) -> "Passes":
-        """Launches the passes for the step after `position` and the reduction of their gradients. Leaves no collective
-        pending, so the result may be discarded.
+    def batch(self, position: Position) -> StepData:
+        """This process's data for the step after `position`. Raises DataError if the token store cannot be read."""
+        step = position.step + position.skipped
+        return self.prefetcher.take(step, step + 1 if position.step + 1 < self.config.train.steps else None)
 
-        Raises DataError if the token store cannot be read.
-        """
-        data_step = position.step + position.skipped
-        data = self.prefetcher.take(data_step, data_step + 1 if position.step + 1 < self.config.train.steps else None)
+    def passes(self, position: Position, lr: float, data: StepData) -> "Passes":
+        """Launches forward and backward passes over the micro-batches and the reduction of their gradients. Leaves no collective
+        pending, so the result may be discarded."""
         loss = self.run_passes(data.batches, data.micro_batches)
         text = None if self.teacher is None else self.teacher.cross_entropy / self.tokens
         return Passes(position, self._versions(), lr, loss, data.targets, text)
@@ -106,8 +113,7 @@ class Stepper:
         """Launches the update with the gradients of `passes`. It changes weights only if the statistics allow it (`updates`).
         Reduces `flags` together with the statistics."""
         optimizer, clip = self.optimizer, self.config.optim.clip
-        local = passes.loss, passes.targets, self.tokens
-        stats = launch_step_stats(self.fused_params, *local, self.mesh, flags, passes.cross_entropy)
+        stats = self.reduce(passes, flags)
         if self.from_tensors:
             optimizer.launch(passes.lr, *stats.for_update(clip))
         else:
@@ -117,6 +123,11 @@ class Stepper:
                 optimizer.step(passes.position.step, passes.lr)
         forget_gathered(self.model)  # weights that hooks gathered after the passes
         return Update(passes.lr, stats, now(self.timed_on))
+
+    def reduce(self, passes: "Passes", flags: StepFlags) -> LaunchedStats:
+        """Launches the reduction of the step's statistics and of `flags` over the mesh."""
+        local = passes.loss, passes.targets, self.tokens
+        return launch_step_stats(self.fused_params, *local, self.mesh, flags, passes.cross_entropy)
 
     def read(self, update: "Update") -> StepStats:
         """Waits for a step's statistics and returns them. Does not wait for work launched later."""
@@ -176,72 +187,3 @@ class Update:
     stats: LaunchedStats
     end: Moment
     """End of the update, for `StepClock`."""
-
-
-# The data for a step, read one step ahead.
-
-
-@dataclass(frozen=True)
-class StepData:
-    """One process's data for one step."""
-
-    batches: list[HostBatch]
-    """Micro-batches, in order; with pipeline parallelism, one batch that concatenates them."""
-    micro_batches: int
-    targets: int
-    """Number of targets."""
-
-
-class Prefetcher:
-    """Reads this process's data for any step, and prefetches the data for the next step.
-
-    The data for a step depends only on the step's number, so data prefetched for another step is discarded. Each object
-    reads in its own thread; on GPUs, it reads into pinned memory, so that copies to the device are asynchronous.
-    """
-
-    def __init__(self, batches: Batches, config: Config, mesh: Mesh) -> None:
-        self._batches, self._config, self._mesh = batches, config, mesh
-        self._executor: ThreadPoolExecutor | None = None
-        self._ahead: tuple[int, Future[StepData]] | None = None
-
-    def take(self, step: int, following: int | None = None) -> StepData:
-        """Returns the data for a step from `Batches`, and starts to prefetch the data for step `following`.
-
-        Raises DataError if the store could not be read, even if the error occurred during prefetching."""
-        (read, future), self._ahead = self._ahead or (None, None), None
-        if future is None or read != step:
-            if future is not None:
-                future.cancel()
-            future = self._submit(step)
-        data = future.result()
-        if following is not None:
-            self._ahead = following, self._submit(following)
-        return data
-
-    def close(self) -> None:
-        """Ends the thread without waiting for a read in progress. `take` starts a new one."""
-        executor, self._executor, self._ahead = self._executor, None, None
-        if executor is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(self, step: int) -> "Future[StepData]":
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "boost-data", initializer=self._enter_thread)
-        dp, train = self._mesh.dp, self._config.train
-        own = share(train.global_batch // train.micro_batch, dp.rank, dp.size)
-        return self._executor.submit(self.read, step, own)
-
-    def _enter_thread(self) -> None:
-        # A new thread starts on GPU 0, where pinning memory would create a CUDA context for every process on the machine.
-        if self._mesh.device.type == "cuda":
-            torch.cuda.set_device(self._mesh.device)
-
-    def read(self, step: int, numbers: Sequence[int]) -> StepData:
-        """Reads the given micro-batches for a step synchronously. Raises DataError."""
-        config, cp = self._config, self._mesh.cp
-        whole = self._batches.numbered(step, numbers, config.train.micro_batch)
-        batches = [batch.share(cp.rank, cp.size) for batch in whole]
-        targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        joined = [join(batches)] if config.parallel.pp > 1 and batches else batches
-        pin = self._mesh.device.type == "cuda"
-        return StepData([host_batch(batch, pin) for batch in joined], len(batches), targets)

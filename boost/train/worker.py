@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TextIO
 
 import torch
 
@@ -36,7 +36,7 @@ class LaunchSpec:
     """Arguments of a worker process, pickled if the process is spawned."""
 
     entry: Callable[..., int]
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     nproc: int
     folder: Path
     log_dir: Path | None
@@ -92,7 +92,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         _report_and_leave(spec, rank, error)
     if rank and spec.log_dir:
         _redirect_output(spec.log_dir / f"rank{rank}.out")
-    stacks: Any = sys.stderr
+    stacks: TextIO | BinaryIO = sys.stderr
     if path := stacks_file(spec, rank):
         with contextlib.suppress(OSError):  # the main process will report the error
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import boost
 from boost.cli.main import main
 from boost.errors import BoostError, ConfigError
-from boost.train.hooks import StepEnd
+from boost.train.events import StepEnd
 from tests import toy
 from tests.distributed import run_distributed
 from tests.nn import ways

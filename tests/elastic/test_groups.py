@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from boost.config.schema import ParallelConfig
-from boost.elastic.groups import CONNECT_S, Membership, PeersLostError, RecoverableGroup, has_abandoned
+from boost.elastic.groups import CONNECT_S, Membership, RecoverableGroup, has_abandoned
 from boost.elastic.mesh import replica_of_rank, replica_size
-from boost.elastic.trainer import ElasticReducer
+from boost.elastic.step import KeptBucket, restore_local
 from boost.models.fused import fused_params
 from boost.parallel.collectives import all_reduce
-from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.gradients import GradientReducer
+from boost.parallel.mesh import ALONE, Axis, Mesh
+from boost.train.agreement import PeersLostError
 from boost.train.heartbeat import latest_collectives
 from tests import toy
 from tests.distributed import run_distributed
@@ -175,22 +177,22 @@ def taken_back(path: Path) -> list[list[float]]:
     mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
     model, _ = toy.toy_decoder(toy.toy_config())
     params = list(fused_params(model))
-    reducer = ElasticReducer(params, mesh, torch.float64)
+    reducer = GradientReducer(params, mesh, torch.float64, KeptBucket)
     found = []
     for _ in range(2):
         reducer.begin()
         for each in params:
             each.parameter.grad = torch.full_like(each.parameter, 10.0 * (rank + 1))
         reducer.finish()
-        reducer.restore_local()
+        restore_local(reducer)
         mine = [float(each.parameter.grad.sum()) for each in params if each.parameter.grad is not None]
         for each in params:
             each.parameter.grad += 1.0  # type: ignore[operator]
         reducer.finish()
         sums = [float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None]
         found.append([min(sums), max(sums), min(mine) / max(mine) if rank else 1.0])
-    reducer.restore_local()
-    reducer.rejoin(Mesh(toy.CPU))
+    restore_local(reducer)
+    mesh.axes, mesh.replicas = {}, ALONE  # the other replica is lost
     reducer.finish()
     found.append([float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None][:1])
     membership.leave()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from boost.elastic import hooks, trainer
+from boost.elastic import hooks
+from boost.elastic import step as elastic_step
 from boost.elastic.hooks import SlowReplicas, slow_members
 from boost.elastic.membership import Decision, Member
-from boost.elastic.trainer import RecoverableStepper
+from boost.elastic.session import Admission
+from boost.elastic.step import RecoverableStepper
 from boost.parallel.gradients import StepFlags
 from boost.parallel.mesh import Axis
 from boost.train.checkpoint import Position
@@ -76,9 +78,9 @@ def test_the_pace_of_a_gpu_is_that_of_its_kernels(monkeypatch: pytest.MonkeyPatc
         devices.append(device.type)
         return recorded.pop(0) if device.type == "cuda" else 0.0
 
-    monkeypatch.setattr(trainer, "now", now)
-    monkeypatch.setattr(trainer, "set_pace", paces.append)
-    monkeypatch.setattr(trainer, "run_passes", lambda *_, **__: torch.zeros(()))
+    monkeypatch.setattr(elastic_step, "now", now)
+    monkeypatch.setattr(elastic_step, "set_pace", paces.append)
+    monkeypatch.setattr(elastic_step, "run_passes", lambda *_, **__: torch.zeros(()))
     stepper, data = (
         RecoverableStepper.__new__(RecoverableStepper),
         SimpleNamespace(batches=[], micro_batches=2, targets=0),
@@ -96,13 +98,39 @@ def test_the_pace_of_a_gpu_is_that_of_its_kernels(monkeypatch: pytest.MonkeyPatc
         "prefetcher": SimpleNamespace(take=lambda *_: data),
         "reducer": SimpleNamespace(begin=lambda count: None),
         "copies": SimpleNamespace(in_use=contextlib.nullcontext),
-        "model": None,
+        "model": torch.nn.Linear(1, 1),
         "tokens": 1,
+        "teacher": None,
+        "optimizer": None,
+        "from_tensors": False,
+        "run_passes": stepper._run_passes,
         "fused_params": (),
         "timed_on": torch.device("cpu"),
     }
     vars(stepper).update(facts)
-    passes = stepper.passes(Position(0, 0), 1e-3)
+    passes = stepper.passes(Position(0, 0), 1e-3, stepper.batch(Position(0, 0)))
     assert not paces, "the GPU has not finished"
     stepper.update(passes, StepFlags.NONE)
     assert paces == [3.0]
+
+
+def test_replicas_are_admitted_after_a_step_that_neither_ends_the_run_nor_is_rolled_back() -> None:
+    admitted: list[int] = []
+    recovery: Any = SimpleNamespace(has_waiting=lambda: True, admit=lambda: admitted.append(1))
+    trainer: Any = SimpleNamespace(
+        mesh=SimpleNamespace(is_main=False), requested=StepFlags.SAVE, judge=SimpleNamespace(rollback_reason=None)
+    )
+    hook = Admission(recovery)
+    for is_main, requested in ((False, StepFlags.SAVE), (True, StepFlags.SAVE | StepFlags.JOIN)):
+        trainer.mesh.is_main = is_main
+        hook.after_backward(trainer)
+        assert trainer.requested == requested, "the main process asks for all"
+
+    def admits(joins: bool = True, last: bool = False, stopping: bool = False) -> bool:
+        admitted.clear()
+        hook.after_step(trainer, SimpleNamespace(joins=joins, last=last, stopping=stopping))  # type: ignore[arg-type]
+        return bool(admitted)
+
+    assert admits() and not admits(joins=False) and not admits(last=True) and not admits(stopping=True)
+    trainer.judge.rollback_reason = "a spike"
+    assert not admits(), "the newcomer would not roll back"

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boost.elastic.groups import PeersLostError
 from boost.elastic.membership import DEAD, SILENT, SLOW, Coordinator, Decision, Member, Report, deal, share
 from boost.errors import ExcludedError, StoppedError, TrainingError
+from boost.train.agreement import PeersLostError
 
 MEMBERS = tuple(Member(replica, f"{replica}.0") for replica in range(4))
 FOUNDED = Decision(0, MEMBERS)

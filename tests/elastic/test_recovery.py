@@ -17,13 +17,14 @@ from boost.cli.main import main
 from boost.config import Config
 from boost.elastic import recovery
 from boost.elastic.beats import WAITS_S
-from boost.elastic.groups import Membership, PeersLostError
+from boost.elastic.groups import Membership
 from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
 from boost.elastic.mesh import replica_of_rank
 from boost.elastic.recovery import Recovery, decode, encode
 from boost.elastic.supervise import Supervisor
 from boost.errors import ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.measure.counting import CollectiveCounter
+from boost.train.agreement import PeersLostError
 from boost.train.checkpoint import Checkpoint, SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
@@ -259,20 +260,20 @@ def test_a_flipped_weight_is_found_although_the_exchange_overwrites_it(
 
 def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
     """Trains and requests a rollback in step 9, during which a process is killed once."""
-    judge, load = Trainer._judge, Trainer.load
+    count, load = Trainer._count, Trainer.load
 
-    def judge_and_ask(self: Trainer, stats: Any) -> None:
-        judge(self, stats)
+    def count_and_ask(self: Trainer, stats: Any) -> None:
+        count(self, stats)
         if self.position.step == 9 and not self.position.skipped:
-            self.request_rollback("a test")
+            self.judge.rollback_reason = "a test"
 
     def load_and_die(self: Trainer, checkpoint: Checkpoint) -> None:
         load(self, checkpoint)
-        if marker and self.rollbacks.count and self.mesh.dp.rank == 1 and not os.path.exists(marker):
+        if marker and self.judge.rollbacks and self.mesh.dp.rank == 1 and not os.path.exists(marker):
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Trainer._judge, Trainer.load = judge_and_ask, load_and_die  # type: ignore[method-assign]
+    Trainer._count, Trainer.load = count_and_ask, load_and_die  # type: ignore[method-assign]
     return train_process(config, *rest)
 
 
@@ -462,6 +463,28 @@ def test_a_replica_that_finds_no_member_that_answers_marks_them_for_their_launch
         waits.enter(None)  # type: ignore[arg-type]
     reasons = Coordinator(waits._store, 2, 1).lost_among(waits.decision.members)
     assert list(reasons.values()) == ["silent: does not answer", "dead: was restarted"]
+
+
+def test_a_save_that_one_of_two_changes_abandoned_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second change finds no save in flight."""
+    found, in_flight, requested = waiting_replica(), [7], list[bool]()
+    saver = SimpleNamespace(abandon=lambda: in_flight.pop() if in_flight else None)
+    trainer: Any = SimpleNamespace(
+        saves=SimpleNamespace(saver=saver),
+        stepper=SimpleNamespace(prefetcher=SimpleNamespace(close=lambda: None)),
+        notify=lambda *_: None,
+        add_hooks=lambda _: None,
+        request_save=lambda: requested.append(True),
+    )
+    found.trainer, found.membership, found._repeats_save, found._is_fitting = trainer, Membership(-1), False, True
+    found._coordinator = SimpleNamespace(wait_until_ready=lambda *_: None)  # type: ignore[assignment]
+    found.mesh = SimpleNamespace(become=lambda _: None, is_main=False)  # type: ignore[assignment]
+    monkeypatch.setattr(recovery, "join_members", lambda *_: None)
+    for number in (1, 2):
+        found._connect(Decision(number, found.decision.members))
+    for _ in range(2):
+        found._tell(trainer, None)  # type: ignore[arg-type]
+    assert requested == [True], "once"
 
 
 def test_a_replica_that_waits_says_why_the_others_could_not_continue() -> None:

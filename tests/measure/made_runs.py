@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from boost.config import load
-from boost.train.hooks import EvalMetrics, StepMetrics
+from boost.train.events import EvalMetrics, StepMetrics
 from boost.train.metrics import RunEnd
 from boost.train.rundir import RunDirectory
 

@@ -20,7 +20,7 @@ from boost.models.interface import Teaching
 from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
 from boost.parallel.loss import distill_loss
 from boost.parallel.mesh import Axis, Mesh, share
-from boost.train.model import host_batch
+from boost.train.prefetch import host_batch
 from boost.train.step import run_passes
 from boost.train.teacher import Teacher
 from tests import toy

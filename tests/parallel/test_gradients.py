@@ -41,7 +41,7 @@ def order_of_arrival(config: Config) -> tuple[list[str], list[str]]:
         s.tensor.register_post_accumulate_grad_hook(lambda tensor: arrived.append(names[id(tensor)]))
     backward(config, decoder, 1)
     reducer = GradientReducer(params, mesh)
-    held = [names[id(p)] for queue in reducer._queues for bucket in queue.buckets for p in bucket.parameters]
+    held = [names[id(p)] for queue in reducer.queues for bucket in queue.buckets for p in bucket.parameters]
     return arrived, held
 
 
@@ -67,7 +67,7 @@ def gradients_are_views(config: Config) -> bool:
     reducer.finish()
     return all(
         p.grad.untyped_storage().data_ptr() == bucket.parameters[0].grad.untyped_storage().data_ptr()
-        for queue in reducer._queues
+        for queue in reducer.queues
         for bucket in queue.buckets
         for p in bucket.parameters
     )
@@ -99,7 +99,7 @@ def error_after_an_aborted_step(config: Config) -> float:
 
 
 def fail_after_launching(reducer: GradientReducer, *_: Any) -> None:
-    assert any(queue.next_bucket for queue in reducer._queues)
+    assert any(queue.next_bucket for queue in reducer.queues)
     fail()
 
 

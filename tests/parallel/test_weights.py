@@ -192,12 +192,12 @@ def launched_during_backward(config: Config) -> tuple[int, int, bool]:
         finish = trained.reducer.finish
 
         def at_the_end() -> None:
-            launched.append(sum(queue.next_bucket for queue in trained.reducer._queues))
+            launched.append(sum(queue.next_bucket for queue in trained.reducer.queues))
             finish()
 
         trained.reducer.finish = at_the_end  # type: ignore[method-assign]
         counted = trained.collectives()
-        return launched[0], sum(len(queue.buckets) for queue in trained.reducer._queues), matches_table(config, counted)
+        return launched[0], sum(len(queue.buckets) for queue in trained.reducer.queues), matches_table(config, counted)
 
 
 def test_buckets_are_launched_while_the_last_backward_pass_runs() -> None:

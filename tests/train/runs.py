@@ -1,6 +1,7 @@
 """A toy run on the test corpus, without the command line."""
 
 import contextlib
+import functools
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,10 +15,13 @@ from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.data.batches import Batch
 from boost.parallel.mesh import Mesh, mesh_of
-from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainStart
+from boost.train.builtin_hooks import builtin_hooks
+from boost.train.events import SaveEnd, SaveStart, StepEnd, StepStart, TrainStart
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
 from boost.train.rundir import RunDirectory
+from boost.train.step import Stepper
 from tests import toy
 
 RATE = 3e-3
@@ -40,10 +44,11 @@ def make_config(
     )
 
 
-def make_trainer(config: Config, *hooks: Hook, ahead: bool | None = None) -> Trainer:
-    """Creates the trainer on the current process group. `ahead`: see `Trainer`."""
+def make_trainer(config: Config, *hooks: Hook, **stepping: bool) -> Trainer:
+    """Creates the trainer on the current process group. `stepping`: `ahead` and `from_tensors` of `Stepper`."""
     mesh = mesh_of(config.parallel, toy.CPU) if config.parallel.world_size > 1 else Mesh(toy.CPU)
-    return Trainer(config, mesh, RunDirectory(config.run.dir), hooks, ahead)
+    build = functools.partial(Stepper, **stepping)  # type: ignore[arg-type]
+    return Trainer(config, mesh, RunDirectory(config.run.dir), [*hooks, *builtin_hooks(config)], build)
 
 
 def fitted(config: Config, *hooks: Hook) -> Trainer:

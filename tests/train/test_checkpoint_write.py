@@ -18,7 +18,8 @@ from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint, commit, write
 from boost.train.checkpoint.reshard import LocalSlice, _assign
 from boost.train.checkpoint.write import HostBuffer, Snapshot, write_snapshot
-from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd
+from boost.train.events import SaveEnd, SaveStart, StepEnd
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from tests import toy
 from tests.distributed import run_distributed

@@ -8,7 +8,7 @@ from rich.console import Console as RichConsole
 import boost.train.progress as progress_of
 from boost.train import console
 from boost.train.console import BarConsole, PlainConsole, make_console
-from boost.train.hooks import EvalMetrics, StepMetrics
+from boost.train.events import EvalMetrics, StepMetrics
 from boost.train.progress import progress
 
 EVALUATION = EvalMetrics(120, 4.3210, 75.264, 1.5123, 8192)

@@ -8,8 +8,8 @@ import torch
 
 from boost.errors import ConfigError
 from boost.train.checkpoint import complete_checkpoints
+from boost.train.events import BadStep
 from boost.train.faults import KINDS, Fault, FaultInjection, fail_next_write, flip_exponent_bit, parse_fault
-from boost.train.hooks import BadStep
 from boost.train.loop import Trainer
 from tests.train.runs import Warnings, fitted, make_config
 

@@ -17,8 +17,9 @@ from boost.train import checkpoint as ckpt
 from boost.train import loop
 from boost.train.builtin_hooks import PeriodicCheckpoint
 from boost.train.checkpoint.commit import rotated
+from boost.train.events import Rollback, SaveEnd, StepEnd, StepMetrics, StepStart
 from boost.train.health import MIN_HEALTHY, RECOVERED, SpikeDetector
-from boost.train.hooks import Hook, Rollback, SaveEnd, StepEnd, StepMetrics, StepStart
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import resume_candidates
@@ -225,7 +226,7 @@ def test_a_young_run_in_doubt_is_saved_and_can_be_killed(store: Path, tmp_path: 
     again, saves = run_until(config, resume="auto")
     assert any("step-00000040' is not proven: spike at step" in text for text in again.warnings)
     recovered = next(text for text in saves.seen if "training has recovered" in text)
-    assert saves.marks[60] == ("", "") and again.trouble is None and recovered
+    assert saves.marks[60] == ("", "") and again.judge.trouble is None and recovered
     assert saved_steps(again.run.path) == [60]
 
 

@@ -10,13 +10,24 @@ import torch
 
 from boost.errors import TRY_AGAIN, BoostError, StorageError, TrainingError
 from boost.parallel.gradients import StepFlags, launch_step_stats
-from boost.train import hooks, run
+from boost.train import run
 from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck
 from boost.train.checkpoint import Position
 from boost.train.console import ConsoleHook
+from boost.train.events import (
+    BadStep,
+    EvaluationEnd,
+    SaveEnd,
+    SaveStart,
+    StepEnd,
+    StepStart,
+    TrainEnd,
+    TrainResult,
+    TrainStart,
+)
 from boost.train.faults import Fault, FaultInjection
 from boost.train.health import HealthMonitor
-from boost.train.hooks import EvaluationEnd, Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainEnd, TrainResult
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
 from boost.train.rundir import RunDirectory
@@ -227,11 +238,11 @@ def collective_from_main(config: Any) -> str | None:
     class Save(Hook):
         main_only = True
 
-        def on_train_start(self, trainer: Trainer, event: hooks.TrainStart) -> None:
+        def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
             trainer.save()
 
     class Leave(Hook):
-        def on_train_start(self, trainer: Trainer, event: hooks.TrainStart) -> None:
+        def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
             raise BoostError("the other process has raised")
 
     trainer = make_trainer(config, Save(), Leave())
@@ -278,7 +289,7 @@ def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(s
     skipped: list[bool] = []
 
     class Watch(Hook):
-        def on_bad_step(self, trainer: Trainer, event: hooks.BadStep) -> None:
+        def on_bad_step(self, trainer: Trainer, event: BadStep) -> None:
             seen.append((event.step, event.consecutive))
 
         def after_step(self, trainer: Trainer, event: StepEnd) -> None:

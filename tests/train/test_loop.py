@@ -15,9 +15,10 @@ from boost.errors import CheckpointError, ConfigError, DataError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
 from boost.parallel.pipeline import Pipeline
-from boost.train.hooks import EvaluationEnd, Hook
+from boost.train.events import EvaluationEnd
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
-from boost.train.model import to_device
+from boost.train.prefetch import to_device
 from boost.train.resume import resume_candidates
 from boost.train.rundir import RunDirectory
 from tests import toy
@@ -36,8 +37,8 @@ def order_of_a_step(config: Config) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         trainer = make_trainer(config)
         trainer.start([])
-        finish = trainer.reducer.finish
-        patch.setattr(trainer.reducer, "finish", lambda: (said.append("finish"), finish()))
+        finish = trainer.stepper.reducer.finish
+        patch.setattr(trainer.stepper.reducer, "finish", lambda: (said.append("finish"), finish()))
         begin = gradients.start_all_reduce_
         patch.setattr(gradients, "start_all_reduce_", lambda *args: (said.append("send"), begin(*args)))
         trainer.step(RATE)

@@ -15,7 +15,7 @@ from boost.config import Config, load
 from boost.errors import ConfigError, DataError, StorageError
 from boost.measure.run_record import read_run
 from boost.train import best_effort
-from boost.train.hooks import EvalMetrics, SampleEnd, StepMetrics
+from boost.train.events import EvalMetrics, SampleEnd, StepMetrics
 from boost.train.metrics import KINDS, MetricsWriter, RunEnd, read_metrics, truncate_metrics
 from boost.train.rundir import RunDirectory
 

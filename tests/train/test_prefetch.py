@@ -14,8 +14,7 @@ from boost.data.batches import Batch, Batches
 from boost.errors import DataError
 from boost.parallel.mesh import Axis, Mesh
 from boost.train.loop import Trainer
-from boost.train.model import host_batch
-from boost.train.step import Prefetcher
+from boost.train.prefetch import Prefetcher, host_batch
 from tests import toy
 from tests.train.runs import RATE, Do, fitted, make_config, make_trainer
 

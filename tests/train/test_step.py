@@ -16,8 +16,9 @@ from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train import hardware
 from boost.train.builtin_hooks import ProfileHook
+from boost.train.events import BadStep, EvaluationEnd, Rollback, SaveEnd, StepEnd, StepStart
 from boost.train.hardware import StepClock
-from boost.train.hooks import BadStep, EvaluationEnd, Hook, Rollback, SaveEnd, StepEnd, StepStart
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import resume_candidates
@@ -45,7 +46,7 @@ class Diary(Hook):
             for moment in trainer.optimizer.moments[fused.tensor].values():
                 weights.update(moment.numpy().tobytes())
         counts = {state["step"].item() for state in trainer.optimizer.adamw.state.values()}
-        where = (trainer.position, trainer.bad_steps, trainer.trouble, trainer.optimizer.updates, counts)
+        where = (trainer.position, trainer.judge.bad_steps, trainer.judge.trouble, trainer.optimizer.updates, counts)
         self.seen.append((name, *values, *where, weights.hexdigest()))
 
     def before_step(self, trainer: Trainer, event: StepStart) -> None:
@@ -114,9 +115,7 @@ class Act(Hook):
 
 
 def trainer_of(config: Config, mode: str, *hooks: Hook) -> Trainer:
-    trainer = make_trainer(config, *hooks, ahead=mode in ("ahead", "graphs"))
-    trainer._stepper.from_tensors = mode != "usual"
-    return trainer
+    return make_trainer(config, *hooks, ahead=mode in ("ahead", "graphs"), from_tensors=mode != "usual")
 
 
 def config_of(store: Path, run: Path, clip: float = 0.0, tp: int = 1, **sections: Any) -> Config:
@@ -287,9 +286,9 @@ def test_what_needs_numbers_on_the_host_is_never_ahead(store: Path, tmp_path: Pa
     config = make_config(store, tmp_path, model={"family": "svd"})
     for optim, expected in (({}, True), ({"name": "muon"}, False), ({"name": "loro", "exact_every": 2}, False)):
         each = Config.model_validate(config.model_dump() | {"optim": {"lr": RATE, "warmup_steps": 3, **optim}})
-        stepper = make_trainer(each, ahead=True)._stepper
+        stepper = make_trainer(each, ahead=True).stepper
         assert stepper.ahead == stepper.from_tensors == expected
-    usual = make_trainer(config)._stepper
+    usual = make_trainer(config).stepper
     assert not usual.ahead and not usual.from_tensors, "on a CPU nothing waits"
 
 

@@ -15,8 +15,9 @@ import torch
 
 from boost.train import evaluate as evaluating
 from boost.train.checkpoint import complete_checkpoints
+from boost.train.events import TrainResult
 from boost.train.heartbeat import Phase
-from boost.train.hooks import Hook, TrainResult
+from boost.train.hooks import Hook
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.signals import StopRequest
 from tests.distributed import run_distributed

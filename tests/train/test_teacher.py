@@ -11,7 +11,7 @@ from boost.config import Config
 from boost.data.store import TokenStore
 from boost.errors import BoostError, ConfigError
 from boost.train.checkpoint import WeightReader, complete_checkpoints, open_checkpoint, step_of
-from boost.train.hooks import StepEnd, StepStart
+from boost.train.events import StepEnd, StepStart
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
 from boost.train.teacher import check_teacher, teacher_config

@@ -14,7 +14,7 @@ from boost.measure.exactness import ByName
 from boost.models.fused import fused_params
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.mesh import share
-from boost.train.model import host_batch, to_device
+from boost.train.prefetch import host_batch, to_device
 from boost.train.step import run_passes
 from tests import toy
 from tests.distributed import run_distributed

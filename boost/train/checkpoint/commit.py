@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_128
@@ -98,9 +98,9 @@ def remove(path: Path) -> str | None:
     """Removes as much of a folder as possible. Returns the first error if anything remains."""
     problems: list[str] = []
 
-    def record(_: Any, failed: str, error: Any) -> None:
+    def record(_: object, failed: str, error: tuple[type[BaseException], BaseException, object]) -> None:
         if not isinstance(error[1], FileNotFoundError):
-            problems.append(f"{error[1].strerror or error[1]} ({Path(failed).name})")
+            problems.append(f"{getattr(error[1], 'strerror', None) or error[1]} ({Path(failed).name})")
 
     # Python 3.12 replaces `onerror` with `onexc`.
     shutil.rmtree(path, onerror=record)

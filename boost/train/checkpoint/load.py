@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,6 +35,7 @@ from boost.config.architecture import parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, RemovedCheckpointError
+from boost.files import JsonObject
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
 from boost.train.agreement import root_cause, run_on_all, run_on_main
@@ -129,7 +130,7 @@ class Checkpoint:
     position: Position
     config: Config
     updates: int
-    data: dict[str, Any]
+    data: JsonObject
     """Fingerprints of the run's token store and tokenizer; for imported weights, only their tokenizer's."""
 
     @property
@@ -168,7 +169,7 @@ def read_checkpoint(path: Path, read: Callable[[Checkpoint], Result], mesh: Mesh
     mesh = mesh or Mesh(torch.device("cpu"))
     left = ATTEMPTS
     while True:
-        found: Path = run_on_main(mesh, lambda: find_checkpoint(path), BoostError)
+        found = run_on_main(mesh, lambda: find_checkpoint(path), BoostError)
         is_there = functools.partial(_is_there, found, folder_identity(found))
         try:
             return read(open_on_all(found, mesh))
@@ -386,7 +387,7 @@ class ShardReader(HuggingFaceStorageReader):
     def _headers(self) -> Metadata:
         return super().read_metadata()
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
         return self._headers
 
 
@@ -394,7 +395,7 @@ class _ListedFiles(FileSystem):
     def __init__(self, files: list[str]) -> None:
         self._files = files
 
-    def ls(self, path: Any) -> list[str]:
+    def ls(self, path: object) -> list[str]:
         return self._files
 
 

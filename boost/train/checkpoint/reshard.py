@@ -7,7 +7,7 @@ torch.distributed.checkpoint assembles from all files that hold parts of them. R
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,18 +42,18 @@ class TensorSlice(Tensor):
         tensor_slice.local, tensor_slice.offsets = local, torch.Size(offsets)
         return tensor_slice
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"TensorSlice({tuple(self.local.shape)} at {tuple(self.offsets)} of {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: object, types: object, args: tuple[Tensor, ...] = (), kwargs: object = None
+    ) -> Tensor:
         if func is torch.ops.aten.detach.default:  # the planner detaches its tensors
             return args[0]
         raise NotImplementedError(f"{func} is not supported on a TensorSlice")
 
-    def __create_write_items__(self, fqn: str, _: Any) -> Any:
+    def __create_write_items__(self, fqn: str, _: object) -> NoReturn:
         raise NotImplementedError("this method is part of the planner's protocol, but saves do not use it")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -120,6 +120,7 @@ class SaveShare:
 
     def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self.division = optimizer.division
         held = {(s.name, s.offsets): s.local.nbytes for s in local_slices(model, mesh, optimizer.parts())}
         by_rank = [held]
         if mesh.size > 1:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import torch
@@ -36,7 +36,8 @@ from pydantic import (
 from boost.config.architecture import parameters
 from boost.config.schema import ModelConfig
 from boost.errors import DamagedCheckpointError
-from boost.parallel.mesh import Mesh
+from boost.files import JsonObject
+from boost.parallel.mesh import Mesh, T
 from boost.paths import file_name, read_text
 from boost.text import brief_text
 from boost.train.agreement import run_on_all
@@ -87,7 +88,7 @@ def verifying(path: Path, model: ModelConfig, mesh: Mesh) -> "Iterator[Shards]":
         for comparison in comparisons:
             comparison.result()
 
-    def located(action: Callable[[], Any]) -> Any:
+    def located(action: Callable[[], T]) -> T:
         try:
             return action()
         except (DamagedCheckpointError, OSError) as error:
@@ -166,7 +167,7 @@ def _unreadable(file: Path, error: OSError) -> DamagedCheckpointError:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Reads a JSON object. Raises DamagedCheckpointError."""
     try:
         value = json.loads(read_text(path))
@@ -230,8 +231,8 @@ class CheckpointState(BaseModel):
     trouble: str = ""
     doubt: str = ""
     recent: dict[str, list[float]] = {}
-    data: dict[str, Any]
-    config: dict[str, Any]
+    data: JsonObject
+    config: JsonObject
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

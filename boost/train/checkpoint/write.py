@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,10 @@ from xxhash import xxh3_128
 
 from boost.config import Config
 from boost.errors import BoostError, NonFiniteError, StorageError, TrainingError
+from boost.files import JsonObject
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
-from boost.train.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
+from boost.train.agreement import PeersLostError, ProcessFailure, root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
     CHUNK_BYTES,
     STATE_FILE,
@@ -69,6 +70,8 @@ _DTYPES = {
 _BF16_EXPONENT = 0x7F80
 NICENESS = 6
 """Lower priority of a background save: where it needs a core of the training loop, the loop keeps more than 0.7 of its speed."""
+ABANDON_S = 5.0
+"""How long to wait for an abandoned save to end, in seconds; it may be writing a file."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
 """First and longest wait between attempts at the last save, in seconds."""
 
@@ -133,12 +136,7 @@ class HostBuffer:
 
 
 class CheckpointSaver:
-    """Saves one model and optimizer. All methods except `add_data`, `in_flight` and `close` are collective."""
-
-    expected_errors: tuple[type[Exception], ...] = ()
-    """Errors of a background save that are not bugs, so their tracebacks are not logged."""
-    prepares = True
-    """Whether the run calls `prepare` before its first step; `start` calls it anyway."""
+    """Saves one model and optimizer. All methods except `add_data`, `in_flight`, `abandon` and `close` are collective."""
 
     def __init__(
         self,
@@ -146,7 +144,7 @@ class CheckpointSaver:
         optimizer: Optimizer,
         config: Config,
         tokenizer: bytes,
-        data: dict[str, Any],
+        data: JsonObject,
         mesh: Mesh,
         guard: Callable[[Path], None] = lambda _: None,
     ) -> None:
@@ -161,7 +159,7 @@ class CheckpointSaver:
         self._step = 0
         self._outcome: SavedCheckpoint | Exception | None = None
 
-    def add_data(self, data: dict[str, Any]) -> None:
+    def add_data(self, data: JsonObject) -> None:
         """Adds entries to the `data` that later checkpoints record."""
         self._data = {**self._data, **data}
 
@@ -192,8 +190,11 @@ class CheckpointSaver:
     def prepare(self) -> None:
         """Allocates the buffer and the process group in advance, so that the first background save does not stall training."""
         share = self._current_share()
-        if self._group is None and self._mesh.size > 1:
-            self._group = self._open_group()
+        if self._mesh.background is not None:
+            self._group = self._mesh.background.group
+        elif self._group is None and self._mesh.size > 1:
+            timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffer.reserve(share.slices())
 
     def start(self, folder: Path, position: Position) -> None:
@@ -220,7 +221,7 @@ class CheckpointSaver:
             except Exception as error:
                 outcome = error
                 abandoned = self._thread is not threading.current_thread()
-                if not abandoned and not isinstance(error, (BoostError, *self.expected_errors)):
+                if not abandoned and not isinstance(error, BoostError | PeersLostError):
                     log.exception("the checkpoint for step %d was not saved", snapshot.state.step)
         if self._thread is threading.current_thread():
             self._outcome = outcome
@@ -262,26 +263,28 @@ class CheckpointSaver:
         assert outcome is not None
         return outcome
 
+    def abandon(self) -> int | None:
+        """Abandons the save in flight because the replicas change. Returns its step; None if no save was in flight."""
+        step, thread = self.in_flight, self._thread
+        self._thread = self._share = self._group = None
+        if thread is not None:
+            thread.join(ABANDON_S)
+            self._buffer = HostBuffer()  # the thread may still read the old one
+        return step
+
     def close(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for a save in flight, even after an error, because a checkpoint is worth the wait."""
         if self._thread:
             log.info("waiting for the checkpoint for step %d", self._step)
             self._thread.join(timeout_s)
-        if self._group and not (self._thread and self._thread.is_alive()):
-            self._close_group(self._group)
+        if self._group and self._mesh.background is None and not (self._thread and self._thread.is_alive()):
+            dist.destroy_process_group(self._group)
         self._group = None
 
     def _current_share(self) -> SaveShare:
-        self._share = self._share or SaveShare(self._model, self._optimizer, self._mesh)
+        if self._share is None or self._share.division != self._optimizer.division:
+            self._share = SaveShare(self._model, self._optimizer, self._mesh)
         return self._share
-
-    def _open_group(self) -> dist.ProcessGroup | None:
-        """The process group for background saves."""
-        timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
-        return dist.new_group(backend="gloo", timeout=timeout)
-
-    def _close_group(self, group: dist.ProcessGroup) -> None:
-        dist.destroy_process_group(group)
 
 
 def write_snapshot(
@@ -388,7 +391,7 @@ def _write_tensors(stream: BinaryIO, slices: list[LocalSlice], place: Mapping[st
 def _header(slices: list[LocalSlice], place: Mapping[str, str]) -> bytes:
     sharding = {tensor.name: {OFFSETS: list(tensor.offsets)} for tensor in slices}
     metadata = {"DCP_VERSION": "1.0", SHARDING: json.dumps(sharding), "format": "pt", **place}
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: JsonObject = {"__metadata__": metadata}
     begin = 0
     for tensor in slices:
         end = begin + tensor.local.nbytes
@@ -461,7 +464,7 @@ def fallback_folder(config: Config) -> Path | None:
 
 
 def finish_weights(
-    temporary: Path, final: Path, config: Config, data: dict[str, Any], texts: Iterable[tuple[str, str]]
+    temporary: Path, final: Path, config: Config, data: JsonObject, texts: Iterable[tuple[str, str]]
 ) -> None:
     """Adds the state at step 0, before any optimizer update, and the files in `texts`. Moves the complete checkpoint to its final
     path, where it replaces an earlier one."""
