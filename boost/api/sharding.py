@@ -15,13 +15,14 @@ from boost.models.fused import fused_params, local_slice
 from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
 from boost.nn.plain import stored_parameters
 from boost.nn.weights import storage
+from boost.text import JsonObject
 
 KINDS = Decoder, Block, LowRankAttention, LowRankMLP
 Sharded = TypeVar("Sharded", bound=nn.Module)
 
 
 def parallelize(
-    model: Sharded, mesh: DeviceMesh | dist.ProcessGroup | None, *, layout: str | None = None, **options: Any
+    model: Sharded, mesh: DeviceMesh | dist.ProcessGroup | None, *, layout: str | None = None, **options: object
 ) -> Sharded:
     """Shards a module over TP ranks. The result computes the same function with the same weights.
 
@@ -73,7 +74,7 @@ def fill(module: Any, read: Callable[[Parameter], Tensor]) -> None:
         storage(fused.parameter).copy_(local_slice(only.parameter, module.layout, read(only.parameter)))
 
 
-Traits = dict[str, list[Any]]
+Traits = JsonObject
 """What weights do not tell, by names in a checkpoint: "frozen" parameters, and "tied" ones, a list of names for each tensor."""
 
 

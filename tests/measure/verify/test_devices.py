@@ -2,10 +2,11 @@
 
 import pytest
 
-from boost.measure.verify.devices import Facts, devices_of, facts, free_memory, reachable, same_software
+from boost.measure.verify.devices import devices_of, facts, free_memory, reachable, same_software
+from boost.text import JsonObject
 from tests import toy
 
-GPU: Facts = {
+GPU: JsonObject = {
     "host": "a", "device": "cuda:0", "software": {"torch": "2.13.0", "NCCL": "2.29"}, "memory": 80e9,
     "name": "NVIDIA H100 80GB HBM3", "free": 79e9,
 }  # fmt: skip
