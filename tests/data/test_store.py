@@ -56,7 +56,7 @@ def test_a_file_that_is_truncated_or_replaced_while_it_is_read(store):
     np.testing.assert_array_equal(split.window(0, split.n_tokens), before)
     os.truncate(store.path / "moved", 40)
     np.testing.assert_array_equal(split.window(0, 20), before[:20])
-    with pytest.raises(DataError, match=r"train\.tokens is shorter than when it was opened \(byte 40 is missing\)"):
+    with pytest.raises(DataError, match=r"train\.tokens is shorter .*\(byte 40 is missing\)"):
         split.window(10, 20)
     os.truncate(store.path / "train.documents", 0)
     with pytest.raises(DataError, match=r"train\.documents is shorter"):
@@ -69,7 +69,7 @@ def test_a_token_beyond_the_vocabulary_is_named_before_it_is_an_index(store):
         file.seek(14)
         file.write(b"\xff\xff")
     assert split.window(0, 7).max() < 300
-    with pytest.raises(DataError, match=r"train\.tokens contains token id 65535 near position 4, above the maximum of"):
+    with pytest.raises(DataError, match=r"train\.tokens contains token id 65535 near position 4"):
         split.window(4, 8)
 
 

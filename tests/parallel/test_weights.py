@@ -287,10 +287,10 @@ def test_what_an_older_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     if weights.SHARDS_OVER_SEVERAL_MESHES:  # torch 2.13
         weights.require_torch(outer)
     monkeypatch.setattr(weights, "SHARDS_OVER_SEVERAL_MESHES", False)
-    with pytest.raises(ConfigError, match="shard_outer = true needs a newer torch than .*; set it to false"):
+    with pytest.raises(ConfigError, match="shard_outer = true needs a newer torch"):
         weights.require_torch(outer)
     monkeypatch.setattr(weights, "COMPILES_REPEATED_COLLECTIVES", False)
     sharded = {"recompute": "low-rank-sharded", "compile": "blocks"}
-    with pytest.raises(ConfigError, match="'low-rank-sharded' with train.compile = 'blocks' needs a newer torch than"):
+    with pytest.raises(ConfigError, match="'low-rank-sharded' with train.compile = 'blocks' needs"):
         weights.require_torch(toy.toy_config(parallel={"tp": 2, "layout": "btp-sp"}, train=sharded))
     weights.require_torch(toy.toy_config(parallel={"pp": 2, "dp": 2, "shard": "full"}, train={"global_batch": 8}))

@@ -65,7 +65,7 @@ def test_speed_is_a_ratio_within_rounds() -> None:
     measured = {"quality": None, "speed": facts(seconds)}
     section = smollm2.section(measured)
     said, table = section.parts
-    assert "trains at 1.50 (1.50 to 1.50) times the tokens/s of transformers' dense model (goal: 1.3)" in str(said)
+    assert "trains at 1.50 (1.50 to 1.50) times the tokens/s" in str(said)
     assert [row[3:] for row in table.rows] == [
         ("1,024", "1.50 (1.50 to 1.50)", "2.00"),
         ("683", "1.00 (1.00 to 1.00)", "1.00"),
