@@ -61,7 +61,7 @@ class Model(nn.Module):
         self._context = int(self._data.get("context") or config.train.seq_len)
 
     @classmethod
-    def from_preset(cls, name: str, overrides: Mapping[str, object] | None = None, **options: Any) -> "Model":
+    def from_preset(cls, name: str, overrides: Mapping[str, object] | None = None, **options: object) -> "Model":
         """Builds a model with initial weights from a preset (`boost config` lists them) or a TOML file.
 
         `overrides`: values by dotted key, such as {"model.rank": 64}; `options`: arguments of `boost.nn.Spec`, such as mesh or
@@ -72,7 +72,7 @@ class Model(nn.Module):
         return cls.from_config(from_tree(tree), **options)
 
     @classmethod
-    def from_config(cls, config: Config | Mapping[str, object] | str | Path, **options: Any) -> "Model":
+    def from_config(cls, config: Config | Mapping[str, object] | str | Path, **options: object) -> "Model":
         """Builds a new model from a configuration: an object, a nested dict, or a TOML file. `options` as in `from_preset`."""
         config = as_config(config)
         return cls(Decoder(spec_of(config.model, {"seed": config.train.seed, **options})), config)
@@ -143,7 +143,7 @@ class Model(nn.Module):
         top_p: float = 0.95,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
-    ) -> str | list[int]:
+    ) -> Any:
         """Continues a prompt. Returns text for a text prompt, and token ids for token ids. temperature = 0 means greedy decoding.
 
         `on_token` is called with each token as it is generated. Collective under TP. Raises ConfigError.

@@ -18,6 +18,7 @@ from boost.nn.weights import storage
 from boost.text import JsonObject
 
 KINDS = Decoder, Block, LowRankAttention, LowRankMLP
+Shardable = Decoder | Block | LowRankAttention | LowRankMLP
 Sharded = TypeVar("Sharded", bound=nn.Module)
 
 
@@ -67,7 +68,7 @@ def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
 
 
 @torch.no_grad()
-def fill(module: Any, read: Callable[[Parameter], Tensor]) -> None:
+def fill(module: Shardable, read: Callable[[Parameter], Tensor]) -> None:
     """Copies whole parameters into this process's shards of a `boost.nn` module, one at a time."""
     for fused in fused_params(module):
         (only,) = fused.slices
@@ -87,7 +88,7 @@ def traits_of(parameters: Mapping[str, nn.Parameter]) -> Traits:
     return {"frozen": frozen, "tied": [tied for tied in names.values() if len(tied) > 1]}
 
 
-def restore(module: Any, traits: Traits, tied: bool = True) -> None:
+def restore(module: Shardable, traits: Traits, tied: bool = True) -> None:
     """Freezes and, if `tied`, ties parameters of a new module. Raises ConfigError if its layout shards tied ones differently."""
     paths = {parameter: path for path, parameter in module.named_parameters()}
     fused = {each.slices[0].parameter.name: each for each in fused_params(module)}

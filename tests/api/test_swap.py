@@ -293,10 +293,7 @@ def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixtu
     count = sum(p.numel() for p in model.parameters() if p.ndim == 3)
     boost.lowrank(model, 0.25)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (
-        f"4 fused weights with {format_count(count)} parameters stay dense, such as model.layers.0.mlp.experts"
-        in warning
-    )
+    assert f"4 fused weights with {format_count(count)} parameters stay dense" in warning
     caplog.clear()
     boost.lowrank(transformers.MixtralForCausalLM(model.config), 0.25, include="*.self_attn.*")
     assert "fused" not in caplog.text

@@ -34,7 +34,7 @@ def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: Ca
     assert of["linears"] == 2 * 7_680 and of["factors"] <= 0.6 * of["linears"]
     assert (of["before"], of["before"] - of["after"], of["untied"]) == (whole, of["linears"] - of["factors"], 0)
     share = f"{of['factors'] / 15_360:.1%}"
-    assert f"parameters instead of 15,360 ({share}; --budget allows 60.0% and counts only linears)" in said
+    assert f"parameters instead of 15,360 ({share}; --budget allows 60.0%" in said
     assert f"whole model: {of['after']:,} parameters instead of {whole:,} ({of['after'] / whole:.1%})\n" in said
     said = done(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
     assert 0 < json.loads(said)["loss"] < 20
@@ -61,7 +61,7 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
         of = json.loads((out / "report.json").read_text())["parameters"]
         assert (of["before"], of["untied"]) == (2 * (7_680 + 64) + 32 + 9_600, 9_600)
         whole = f"{of['after']:,} parameters instead of {of['before']:,} ({of['after'] / of['before']:.1%})"
-        assert f"whole model: {whole}; untying the head from the embedding added 9,600" in said
+        assert f"whole model: {whole}; untying the head" in said and "embedding added 9,600" in said
         assert "energy kept" in said and "relative error" in said
         assert "9600" in next(line for line in said.splitlines() if line.startswith("untied parameters"))
 

@@ -10,6 +10,7 @@ from boost.cli import prepare as command
 from boost.data.store import TokenStore
 from tests.cli.commands import say
 from tests.data.chats import chat_tokenizer, write_conversations
+from tests.data.inputs import write_texts
 
 
 @pytest.fixture
@@ -20,10 +21,7 @@ def boost(capsys):
 
 @pytest.fixture
 def corpus(tmp_path):
-    folder = tmp_path / "texts [red]"
-    folder.mkdir()
-    for i in range(30):
-        (folder / f"{i:02}.txt").write_text(f"text number {i}\n" * 9)
+    folder = write_texts(tmp_path / "texts [red]", (f"text number {i}\n" * 9 for i in range(30)))
     (folder / "image[bold].png").write_bytes(b"\x89PNG\0")
     return folder
 

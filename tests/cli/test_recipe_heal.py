@@ -10,6 +10,7 @@ from boost.config.architecture import parameter_count
 from boost.data.store import TokenStore
 from boost.train.checkpoint import open_checkpoint
 from tests.cli.commands import Capture, done, llama_of, refused, say
+from tests.data.inputs import write_texts
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
 """Most of the parameters are in linears, as in the model of the recipe."""
@@ -19,10 +20,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
 def words(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The recipe at toy size, in an empty folder."""
     weights = llama_of(store, tmp_path / "llama", **WIDE)
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(40):
-        (text / f"{number}.txt").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
+    text = write_texts(tmp_path / "text", (f"def f{n}(x):\n    return x + {n}\n" * 8 for n in range(40)))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     small = ["--train.seq_len", "32", "--train.global_batch", "4", "--train.micro_batch", "4", "--run.device", "cpu"]

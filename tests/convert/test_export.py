@@ -280,10 +280,7 @@ def test_what_an_export_changes_is_said(tmp_path: Path, store: Path) -> None:
     done = export(open_checkpoint(path), tmp_path / "out", None, True, GB)
     kept = export(open_checkpoint(path), tmp_path / "kept", None, False, GB)
     merged, act = done.notes
-    assert merged == (
-        f"the factors are merged into dense linears: {done.parameters:,} parameters instead of {kept.parameters:,}; "
-        "--no-merge (merge=False) keeps them"
-    )
+    assert f"{done.parameters:,} parameters instead of {kept.parameters:,}; --no-merge (merge=False) keeps" in merged
     assert "MLX-LM ignores it" in act and "vLLM refuses it; --no-merge" in act
     assert kept.notes == []
 

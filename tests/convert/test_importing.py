@@ -478,8 +478,8 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lists the missing file 'gone.safetensors'"):
         bring(tmp_path / "theirs", tmp_path / "out")
     for strange in (["x"], 3, {"a": "b"}, None, "../theirs/model.safetensors", "/etc/passwd", ".."):
-        index = {"weight_map": {"a": strange, "b": "model.safetensors"}}
-        (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+        text = json.dumps({"weight_map": {"a": strange, "b": "model.safetensors"}})
+        (tmp_path / "theirs" / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"index\.json': weight_map = .* is not a valid file name"):
             bring(tmp_path / "theirs", tmp_path / "out")
     (tmp_path / "theirs" / "config.json").write_text("{")

@@ -19,15 +19,12 @@ from boost.data.store import TokenStore
 from boost.data.tokenizer import parse_tokenizer
 from boost.data.writer import locked, sibling
 from boost.errors import DataError, StorageError
+from tests.data.inputs import write_texts
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i:02}.txt").write_text(f"file {i}\n" + f"some words of number {i}\n" * 5)
-    return folder
+    return write_texts(tmp_path / "texts", (f"file {i}\n" + f"some words of number {i}\n" * 5 for i in range(40)))
 
 
 def options(corpus, **changes):
@@ -208,9 +205,8 @@ def test_unknown_tokens_are_reported(corpus, tmp_path):
     store = prepare(options(corpus, tokenizer=str(tmp_path / "words.json"))).store
     unknown = sum(int(store.split(name).token_counts()[0]) for name in ("train", "heldout"))
     assert unknown == 40 * (2 + 5 * 4)
-    assert store.report["notes"] == [
-        f"count of the unknown token: {unknown}; the tokenizer cannot represent all of the text"
-    ]
+    (note,) = store.report["notes"]
+    assert note.startswith(f"count of the unknown token: {unknown}; ")
 
 
 def test_long_documents_are_encoded_in_pieces(corpus, monkeypatch):

@@ -14,14 +14,13 @@ from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import Spans, Split, TokenStore, boundaries_of, token_dtype
 from boost.data.tokenizer import tokenizer_fingerprint
 from boost.errors import DataError
+from tests.data.inputs import write_texts
 
 
 @pytest.fixture
 def store(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(30):
-        (folder / f"{i:02}.txt").write_text(f"Document {i}.\n" + "Ünïcode, 日本語 and words.\n" * (i % 4 + 1), "utf-8")
+    texts = (f"Document {i}.\n" + "Ünïcode, 日本語 and words.\n" * (i % 4 + 1) for i in range(30))
+    folder = write_texts(tmp_path / "texts", texts)
     return prepare(PrepareOptions(out=tmp_path / "store", inputs=(str(folder),), tokenizer="train:300")).store
 
 

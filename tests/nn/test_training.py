@@ -354,6 +354,8 @@ def test_smaller_modules_over_replicas_of_tp_ranks(layout: str) -> None:
 class Functional(nn.Module):
     """A sublayer of one's own from `boost.nn.functional`, with weights as DTensors."""
 
+    a_up: Tensor
+
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)

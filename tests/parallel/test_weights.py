@@ -256,7 +256,7 @@ def reductions_of(device: str, dtype: str) -> list[tuple[bool, object, object]]:
     config = toy.toy_config("bfloat16", parallel={"dp": 2, "shard": "full"}, train={"param_dtype": dtype})
     decoder, mesh = toy.toy_decoder(config)
     shard(decoder, decoder, config.parallel, dataclasses.replace(mesh, device=torch.device(device)))
-    found = []
+    found: list[tuple[bool, object, object]] = []
     for unit in decoder.modules():
         if isinstance(unit, FSDPModule):
             state = unit._get_fsdp_state()

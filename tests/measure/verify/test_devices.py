@@ -27,9 +27,8 @@ def test_another_version_on_one_process_fails() -> None:
 def test_processes_and_their_gpus_by_node() -> None:
     result = devices_of([GPU, GPU | {"device": "cuda:1"}, GPU | {"host": "b"}])
     assert result.verdict == "ok"
-    assert result.detail.startswith(
-        "node 0: ranks 0: cuda:0, 1: cuda:1 (NVIDIA H100 80GB HBM3, 80 GB); node 1: ranks 2:"
-    )
+    first, second = result.detail.split("; ")
+    assert first.startswith("node 0: ranks 0: cuda:0, 1: cuda:1 (NVIDIA H100") and second.startswith("node 1: ranks 2:")
     assert all("host" not in rank for rank in result.numbers["ranks"]), "reports are shared"
     assert devices_of([GPU, GPU | {"name": "NVIDIA A100"}]).verdict == "note"
 
