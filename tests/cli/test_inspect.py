@@ -14,8 +14,7 @@ from tests.plan.toys import LAYOUTS
 
 
 def facts(capsys: Capture, *words: str) -> dict[str, Any]:
-    out = done(capsys, "inspect", *words, "--json")
-    result: dict[str, Any] = json.loads(out)
+    result: dict[str, Any] = json.loads(done(capsys, "inspect", *words, "--json"))
     return result
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from boost.data.prepare import PrepareOptions, prepare
 from boost.train.metrics import read_metrics
-from tests.cli.commands import Capture, done, say
+from tests.cli.commands import Capture, done
 from tests.data.chats import TEXT, chat_tokenizer, write_conversations
 from tests.train.commands import toml
 
@@ -40,11 +40,10 @@ def test_a_mixture_is_trained_resumed_evaluated_and_talked_to(mixture: str, tmp_
         assert f"(chat {losses['chat']:.4f}  text {losses['text']:.4f})" in out
     out = done(capsys, "eval", run, "--json")
     assert json.loads(out)["losses"] == pytest.approx(lines[-1]["heldout_losses"], rel=1e-6)
-    code, out, err = say(capsys, "eval", run)
-    assert "loss on chat" in out and "loss on text" in out, err
+    out = done(capsys, "eval", run)
+    assert "loss on chat" in out and "loss on text" in out
     done(capsys, "generate", run, "--chat", "--prompt", "why", "--max-tokens", "5", "--json")
     done(capsys, "train", file, "--resume", "auto", "--train.steps", "8")
     begun = tmp_path / "begun"
     words = ("--start-from", run, "--run.dir", begun, "--train.steps", "2")
-    code, out, err = say(capsys, "train", file, *words)
-    assert code == 0 and f"initialized from the weights of {run}" in out, err
+    assert f"initialized from the weights of {run}" in done(capsys, "train", file, *words)

@@ -26,8 +26,7 @@ ON_H100 = [*SMALL[:5], "h100-80g", *SMALL[6:]]
 
 
 def facts(capsys: Capture, *words: str) -> dict[str, Any]:
-    out = done(capsys, "plan", *words, "--json")
-    result: dict[str, Any] = json.loads(out)
+    result: dict[str, Any] = json.loads(done(capsys, "plan", *words, "--json"))
     return result
 
 

@@ -19,8 +19,7 @@ WORDS = (
 
 @pytest.mark.slow
 def test_dense_models_are_equal_in_one_respect_each(capsys: Capture) -> None:
-    out = done(capsys, "plan", *WORDS.split(), "--json")
-    ours, shape, parameters, flops, time = json.loads(out)["answers"]
+    ours, shape, parameters, flops, time = json.loads(done(capsys, "plan", *WORDS.split(), "--json"))["answers"]
     config, of_shape, of_parameters, of_flops = (
         from_tree({name: {k: v for k, v in table.items() if v is not None} for name, table in each["config"].items()})
         for each in (ours, shape, parameters, flops)

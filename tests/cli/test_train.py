@@ -104,8 +104,7 @@ def test_a_killed_run_resumes_to_the_last_bit(config: Path, whole: Path, tmp_pat
     assert "already holds a run" in err and "--resume auto" in err
     assert len(read_metrics(killed / "metrics.jsonl")) == steps_before, "nothing is lost by the mistake"
 
-    out = done(capfd, "train", config, "--run.dir", killed, "--resume", "auto")
-    assert "resumed at step" in out
+    assert "resumed at step" in done(capfd, "train", config, "--run.dir", killed, "--resume", "auto")
     assert numbers(killed) == numbers(whole)
     shards = [complete_checkpoints(run / "checkpoints")[-1] / "tensors" for run in (whole, killed)]
     for name in sorted(file.name for file in shards[0].iterdir()):
@@ -136,8 +135,7 @@ def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd:
     run = whole
     evaluations, texts = [], []
     for tp in (1, 2):
-        out = done(capfd, "eval", run, "--tp", tp, "--json")
-        evaluations.append(json.loads(out))
+        evaluations.append(json.loads(done(capfd, "eval", run, "--tp", tp, "--json")))
         words = ["--prompt", "def ", "--max-tokens", 20, "--seed", 3, "--tp", tp, "--json"]
         out = done(capfd, "generate", run, *words)
         texts.append(json.loads(out))
