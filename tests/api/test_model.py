@@ -189,9 +189,7 @@ def test_peft_adapts_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_exports_load_in_transformers_and_here(tmp_path: Path) -> None:
-    import transformers
-
+def test_exports_load_in_transformers_and_here(tmp_path: Path, transformers: Any) -> None:
     model = boost.Model.from_config(toy.toy_config("float32", model={**SIZES, "family": "lax"}))
     folder = model.export(tmp_path / "out", merge=False)
     tokens = torch.arange(1, 13).view(1, 12)

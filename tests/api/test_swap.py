@@ -1,5 +1,6 @@
 """`boost.lowrank`: the linears of any model as factors."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,9 @@ def test_patterns_choose() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
-    import transformers
-
+def test_a_tied_head_stays_tied_and_counts_once(
+    tied: bool, caplog: pytest.LogCaptureFixture, transformers: Any
+) -> None:
     config = transformers.LlamaConfig(**{**TINY, "vocab_size": 320}, tie_word_embeddings=tied)
     model, body = transformers.LlamaForCausalLM(config), 17_568
     with caplog.at_level("INFO", logger="boost.api.swap"):
@@ -65,9 +66,7 @@ def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCa
         assert ranks_of(model)["lm_head"] == 8
 
 
-def test_conv1d_is_a_linear_with_a_transposed_weight() -> None:
-    import transformers
-
+def test_conv1d_is_a_linear_with_a_transposed_weight(transformers: Any) -> None:
     conv = transformers.pytorch_utils.Conv1D(24, 16)
     with torch.no_grad():
         u, s, v = torch.linalg.svd(conv.weight, full_matrices=False)
@@ -125,9 +124,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_any_architecture_trains_is_saved_loaded_and_merged(name: str, tmp_path: Path) -> None:
-    import transformers
-
+def test_any_architecture_trains_is_saved_loaded_and_merged(name: str, tmp_path: Path, transformers: Any) -> None:
     kind, fields, count = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**fields)).eval()
@@ -148,9 +145,7 @@ def test_any_architecture_trains_is_saved_loaded_and_merged(name: str, tmp_path:
     torch.testing.assert_close(merged(**inputs).loss, loss, rtol=1e-5, atol=1e-6)
 
 
-def test_a_folder_without_ranks_is_refused(tmp_path: Path) -> None:
-    import transformers
-
+def test_a_folder_without_ranks_is_refused(tmp_path: Path, transformers: Any) -> None:
     transformers.LlamaConfig(**TINY).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"its config\.json has no valid boost_lowrank"):
         boost.load_lowrank(tmp_path)
@@ -253,9 +248,7 @@ def test_factors_train_if_their_linear_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_frozen_conv1d() -> None:
-    import transformers
-
+def test_frozen_conv1d(transformers: Any) -> None:
     model = nn.Sequential(transformers.pytorch_utils.Conv1D(24, 16)).requires_grad_(False)
     boost.lowrank(model, 4)
     assert not any(p.requires_grad for p in model.parameters())
@@ -266,9 +259,7 @@ def test_frozen_conv1d() -> None:
 @pytest.mark.parametrize(
     "kind", ["LlamaForSequenceClassification", "LlamaForQuestionAnswering", "BertForTokenClassification"]
 )
-def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    import transformers
-
+def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixture, transformers: Any) -> None:
     def build() -> Any:
         return getattr(transformers, kind)(getattr(transformers, f"{kind[:5].strip('F')}Config")(**TINY, num_labels=3))
 
@@ -284,9 +275,7 @@ def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.slow
-def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    import transformers
-
+def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixture, transformers: Any) -> None:
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**GROUPED, num_local_experts=2))
     if not any(p.ndim == 3 for p in model.parameters()):
         pytest.skip("this version of transformers has linears as experts")
@@ -301,9 +290,7 @@ def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"include": ["*v_proj.base_layer"]}, {"include": "*.v_proj.lora_A.default"}])
-def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any]) -> None:
-    import transformers
-
+def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any], transformers: Any) -> None:
     peft = pytest.importorskip("peft")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"]))
@@ -322,11 +309,7 @@ def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_load_reads_safetensors_only_and_runs_no_code(tmp_path: Path) -> None:
-    import json
-
-    import transformers
-
+def test_load_reads_safetensors_only_and_runs_no_code(tmp_path: Path, transformers: Any) -> None:
     model = boost.lowrank(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)), 0.25)
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"

@@ -1,5 +1,6 @@
 """`boost eval --tasks`: lm-evaluation-harness on tasks whose data is a local file."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from boost.cli.inference import open_model
+from boost.data.tokenizer import load_tokenizer
 from tests.cli.commands import Capture, done, refused, say
 
 pytestmark = pytest.mark.slow  # imports the harness, and with it transformers
@@ -76,12 +79,7 @@ def test_code_in_a_task_folder_runs_only_if_it_is_trusted(checkpoint: Path, tmp_
 
 def scored(checkpoint: Path, context: str, continuation: str) -> float:
     """Log-likelihood of a continuation, from the decoder's own next-token logits."""
-    import argparse
-
     import torch
-
-    from boost.cli.inference import open_model
-    from boost.data.tokenizer import load_tokenizer
 
     found, _, _, decoder = open_model(argparse.Namespace(checkpoint=str(checkpoint), tp=1, device="cpu"))
     tokenizer = load_tokenizer(found.tokenizer)
@@ -134,10 +132,6 @@ def test_answers_are_what_generate_says(checkpoint: Path, tmp_path: Path, capsys
 
 
 def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
-    import argparse
-
-    from boost.cli.inference import open_model
-    from boost.data.tokenizer import load_tokenizer
     from boost.train.generate import generate
     from boost.train.harness import HarnessModel
     from boost.train.sampling import Sampling

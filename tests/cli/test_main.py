@@ -13,6 +13,7 @@ import pytest
 from boost.cli.main import COMMAND_GROUPS, COMMANDS, main, split_overrides
 from boost.cli.terminal import print_rows
 from boost.data.report import FileReport
+from boost.errors import ConfigError
 from boost.train.console import PlainConsole
 from tests.cli.commands import Capture, done, say
 
@@ -121,8 +122,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_debug_shows_the_traceback() -> None:
-    from boost.errors import ConfigError
-
     with pytest.raises(ConfigError):
         main(["config", "nothing", "--debug"])
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 import boost
 from boost.convert.export import export
 from boost.convert.spectrum import Truncation
+from boost.data.store import TokenStore
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
 from boost.train.generate import generate
@@ -63,8 +65,9 @@ def test_a_llama_comes_back_to_the_byte(tmp_path: Path, dtype: torch.dtype) -> N
     "changes", [{}, {"tie_word_embeddings": True}, {"hidden_act": "linear"}, {"num_key_value_heads": 4}]
 )
 @pytest.mark.slow
-def test_an_imported_llama_is_the_function_that_transformers_has(tmp_path: Path, changes: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_an_imported_llama_is_the_function_that_transformers_has(
+    tmp_path: Path, changes: dict[str, Any], transformers: Any
+) -> None:
     llama_folder(tmp_path / "theirs", **changes)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     # As transformers itself writes it: several files, and its own form of config.json.
@@ -98,9 +101,10 @@ STOCK: list[tuple[str, dict[str, Any]]] = [
 @torch.no_grad()
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fields"), STOCK)
-def test_models_of_other_classes_come_in_and_go_back(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_models_of_other_classes_come_in_and_go_back(
+    kind: str, fields: dict[str, Any], tmp_path: Path, transformers: Any
+) -> None:
     """The function to 1e-5, greedy text, the bytes of all tensors, and factors of all ranks that are the whole."""
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **fields}))
     for name, weight in theirs.named_parameters():
@@ -165,9 +169,8 @@ LLAMA_3_ROPE = {
     ids=["both", "new", "theta in the old one", "old", "theta at the top", "no original length"],
 )
 def test_settings_with_two_spellings_are_read_as_transformers_does(
-    tmp_path: Path, changes: dict[str, Any], has_head: bool
+    tmp_path: Path, changes: dict[str, Any], has_head: bool, transformers: Any
 ) -> None:
-    transformers = pytest.importorskip("transformers")
     config = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | changes
     config["tie_word_embeddings"] = True
     tensors = llama_folder(tmp_path / "theirs")
@@ -190,8 +193,7 @@ TIED = ["llama", "llama with a stored head", "cola", "cola-gqa", "lax-tensor"]
 
 
 @pytest.mark.parametrize("form", TIED)
-def test_a_tied_folder_stays_tied_unless_asked(form: str, tmp_path: Path, store: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_a_tied_folder_stays_tied_unless_asked(form: str, tmp_path: Path, store: Path, transformers: Any) -> None:
     theirs, head = tmp_path / "theirs", "lm_head.weight"
     if form.startswith("llama"):
         tensors, config = llama_folder(theirs), dict(LLAMA)
@@ -299,9 +301,8 @@ def test_our_own_exports_come_back_to_the_byte(case: str, tmp_path: Path, store:
 
 
 @pytest.mark.slow
-def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path) -> None:
+def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path, transformers: Any) -> None:
     """Such as after fine-tuning elsewhere: our fields are still there, in transformers' form of config.json."""
-    transformers = pytest.importorskip("transformers")
     first = exported(tmp_path, CASES["lax-tensor"][0], store / "tokenizer.json")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(first, trust_remote_code=True)
     with torch.no_grad():
@@ -345,8 +346,6 @@ def test_half_precision_that_would_overflow_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Path) -> None:
-    from boost.data.store import TokenStore
-
     llama_folder(tmp_path / "theirs", vocab_size=300)
     (tmp_path / "theirs" / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
     bring(tmp_path / "theirs", tmp_path / "out")
@@ -358,11 +357,8 @@ def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Pa
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_a_prompt_starts_as_the_tokenizer_does(adds: bool, tmp_path: Path, store: Path) -> None:
+def test_a_prompt_starts_as_the_tokenizer_does(adds: bool, tmp_path: Path, store: Path, transformers: Any) -> None:
     """Whatever bos_token config.json and tokenizer_config.json name, as in transformers; and so it does after an export."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, processors
-
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     start = tokenizer.token_to_id("<s>")
@@ -556,8 +552,6 @@ def test_weights_that_are_not_finite_are_counted_and_refused(value: float, tmp_p
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_named(tmp_path: Path, store: Path) -> None:
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     llama_folder(tmp_path / "theirs", vocab_size=size)

@@ -1,5 +1,9 @@
 """Reads sources for the tests of readers: the accepted text and the report."""
 
+import bz2
+import gzip
+import lzma
+
 from boost.data.report import PrepareReport
 
 
@@ -39,10 +43,6 @@ def write_texts(folder, texts):
 
 def compressed(path, data):
     """Writes data with the compression of the path's suffix."""
-    import bz2
-    import gzip
-    import lzma
-
     import pyarrow
 
     if path.suffix == ".zst":

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from boost.data import encode
 from boost.data.prepare import PrepareOptions, Progress, prepare
 from boost.data.readers import Document
 from boost.data.report import FileReport
@@ -184,8 +186,6 @@ def test_same_input_elsewhere_gives_the_same_bytes(corpus, tmp_path):
 
 
 def test_wide_vocabularies_need_wide_tokens(corpus, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     words = ["<unk>", "</s>", *(f"w{i}" for i in range(70_000))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -197,8 +197,6 @@ def test_wide_vocabularies_need_wide_tokens(corpus, tmp_path):
 
 
 def test_unknown_tokens_are_reported(corpus, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "words": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
@@ -210,8 +208,6 @@ def test_unknown_tokens_are_reported(corpus, tmp_path):
 
 
 def test_long_documents_are_encoded_in_pieces(corpus, monkeypatch):
-    from boost.data import encode
-
     whole = prepare(options(corpus)).store
     monkeypatch.setattr(encode, "PIECE_CHARS", 40)
     monkeypatch.setattr(encode, "BATCH_CHARS", 100)

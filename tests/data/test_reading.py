@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from boost.data import encode, hub, prepare
+from boost.data import encode, hub, prepare, writer
 from boost.data.prepare import PrepareOptions, Progress
 from boost.data.store import TokenStore
 from boost.data.verify import verify
@@ -186,8 +186,6 @@ def test_damage_to_a_partial_store_is_noticed(c4: Path) -> None:
 
 
 def test_a_full_disk_keeps_what_is_committed(c4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from boost.data import writer
-
     expected = undisturbed(options(c4))
     real, left = writer.write_all, [20]
 
