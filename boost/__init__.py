@@ -13,7 +13,7 @@ Names are imported on first use, so `import boost` is fast.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.version import __version__ as __version__
 
@@ -54,7 +54,7 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'boost' has no attribute '{name}'")
     module, separator, attribute = _HOMES[name].partition(":")

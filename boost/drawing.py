@@ -4,9 +4,13 @@ import importlib.util
 import io
 import re
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from boost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INK, MUTED, LINE, PAPER = "#1b212c", "#5c6573", "#dfe2e7", "#ffffff"
 SERIES = ("#5c7cfa", "#d97706", "#0e9aa0", "#e64980", "#7a9a12", "#9775fa", "#b08400", "#7d8794", "#b5557f", "#2f9e6b")
@@ -65,7 +69,7 @@ def require_drawable(path: Path) -> None:
     needs_matplotlib()
 
 
-def pyplot() -> Any:
+def pyplot() -> ModuleType:
     """matplotlib's pyplot, without a display. Raises ConfigError if it is missing."""
     needs_matplotlib()
     import matplotlib
@@ -77,7 +81,7 @@ def pyplot() -> Any:
     return pyplot
 
 
-def write(figure: Any, path: Path) -> None:
+def write(figure: "Figure", path: Path) -> None:
     """Writes a figure in the format that the suffix of `path` selects, and closes it. Equal figures give equal SVG files."""
     if path.suffix == ".svg":
         drawn = io.StringIO()

@@ -12,6 +12,9 @@ from typing import Any
 
 from boost.errors import ConfigError
 
+JsonObject = dict[str, Any]
+"""A decoded JSON object or TOML table. Whoever reads a value from it checks that value."""
+
 _MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """Byte order marks of encodings other than UTF-8, longest first."""
 
@@ -34,7 +37,7 @@ def print_error(message: str) -> None:
     print(f"boost: error: {line}", file=sys.stderr, flush=True)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> JsonObject:
     """Reads a TOML file. Ignores a UTF-8 byte order mark. Raises ConfigError, naming the file."""
     try:
         data = path.read_bytes()

@@ -76,6 +76,12 @@ def hangups_count() -> Iterator[None]:
     signal.signal(signal.SIGHUP, usual)
 
 
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    """The package, imported by the first test that needs it."""
+    return pytest.importorskip("transformers")
+
+
 @pytest.fixture(params=["fifo", "device", "folder"])
 def endless(request: pytest.FixtureRequest) -> Callable[[Path], None]:
     """Replaces a file by something that may block forever when it is opened or read."""

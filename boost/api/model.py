@@ -34,6 +34,7 @@ from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.nn import Decoder
 from boost.nn.weights import whole_weight
+from boost.text import JsonObject
 from boost.train.checkpoint import PREFIX, TRAITS, find_checkpoint, finish_weights, open_checkpoint, read_checkpoint
 from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
@@ -52,9 +53,7 @@ class Model(nn.Module):
     `decoder` is the `boost.nn.Decoder`, an ordinary module; `config` is the configuration of the model's run or preset.
     """
 
-    def __init__(
-        self, decoder: Decoder, config: Config, data: Mapping[str, Any] | None = None, tokenizer: str = ""
-    ) -> None:
+    def __init__(self, decoder: Decoder, config: Config, data: JsonObject | None = None, tokenizer: str = "") -> None:
         """`data`: what a checkpoint records about its tokenizer (eos, bos, context, fingerprint); `tokenizer`: its JSON."""
         super().__init__()
         self.decoder, self.config = decoder, config
@@ -62,7 +61,7 @@ class Model(nn.Module):
         self._context = int(self._data.get("context") or config.train.seq_len)
 
     @classmethod
-    def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None, **options: Any) -> "Model":
+    def from_preset(cls, name: str, overrides: Mapping[str, object] | None = None, **options: object) -> "Model":
         """Builds a model with initial weights from a preset (`boost config` lists them) or a TOML file.
 
         `overrides`: values by dotted key, such as {"model.rank": 64}; `options`: arguments of `boost.nn.Spec`, such as mesh or
@@ -73,7 +72,7 @@ class Model(nn.Module):
         return cls.from_config(from_tree(tree), **options)
 
     @classmethod
-    def from_config(cls, config: Config | Mapping[str, Any] | str | Path, **options: Any) -> "Model":
+    def from_config(cls, config: Config | Mapping[str, object] | str | Path, **options: object) -> "Model":
         """Builds a new model from a configuration: an object, a nested dict, or a TOML file. `options` as in `from_preset`."""
         config = as_config(config)
         return cls(Decoder(spec_of(config.model, {"seed": config.train.seed, **options})), config)
@@ -129,7 +128,7 @@ class Model(nn.Module):
         """The `tokenizers.Tokenizer`; None for a new model."""
         return parse_tokenizer(self._tokenizer_json) if self._tokenizer_json else None
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *rest: Any, **options: Any) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *rest: object, **options: object) -> Tensor:
         """Returns logits [B, S, V] for tokens [B, S], or, with targets, the mean loss in nats per token. Takes all arguments of
         `boost.nn.Decoder.forward`."""
         return cast(Tensor, self.decoder(tokens, targets, *rest, **options))

@@ -15,13 +15,15 @@ from boost.models.fused import fused_params, local_slice
 from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
 from boost.nn.plain import stored_parameters
 from boost.nn.weights import storage
+from boost.text import JsonObject
 
 KINDS = Decoder, Block, LowRankAttention, LowRankMLP
+Shardable = Decoder | Block | LowRankAttention | LowRankMLP
 Sharded = TypeVar("Sharded", bound=nn.Module)
 
 
 def parallelize(
-    model: Sharded, mesh: DeviceMesh | dist.ProcessGroup | None, *, layout: str | None = None, **options: Any
+    model: Sharded, mesh: DeviceMesh | dist.ProcessGroup | None, *, layout: str | None = None, **options: object
 ) -> Sharded:
     """Shards a module over TP ranks. The result computes the same function with the same weights.
 
@@ -66,14 +68,14 @@ def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
 
 
 @torch.no_grad()
-def fill(module: Any, read: Callable[[Parameter], Tensor]) -> None:
+def fill(module: Shardable, read: Callable[[Parameter], Tensor]) -> None:
     """Copies whole parameters into this process's shards of a `boost.nn` module, one at a time."""
     for fused in fused_params(module):
         (only,) = fused.slices
         storage(fused.parameter).copy_(local_slice(only.parameter, module.layout, read(only.parameter)))
 
 
-Traits = dict[str, list[Any]]
+Traits = JsonObject
 """What weights do not tell, by names in a checkpoint: "frozen" parameters, and "tied" ones, a list of names for each tensor."""
 
 
@@ -86,7 +88,7 @@ def traits_of(parameters: Mapping[str, nn.Parameter]) -> Traits:
     return {"frozen": frozen, "tied": [tied for tied in names.values() if len(tied) > 1]}
 
 
-def restore(module: Any, traits: Traits, tied: bool = True) -> None:
+def restore(module: Shardable, traits: Traits, tied: bool = True) -> None:
     """Freezes and, if `tied`, ties parameters of a new module. Raises ConfigError if its layout shards tied ones differently."""
     paths = {parameter: path for path, parameter in module.named_parameters()}
     fused = {each.slices[0].parameter.name: each for each in fused_params(module)}

@@ -177,7 +177,7 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
                 raise ConfigError(f"'{path}': {SAVED} names module {place!r}, which is not a linear of {name}")
             if type(rank) is not int:
                 raise ConfigError(f"'{path}': {SAVED} has rank = {rank!r} for {place!r}; it must be a positive integer")
-            _replace(model, place, linear, rank, "random", saved.get("activation", "none"))
+            _replace(model, place, linears[place], rank, "random", saved.get("activation", "none"))
 
     loader = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
     options |= {"use_safetensors": True, "trust_remote_code": False}
@@ -186,7 +186,7 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
     return model
 
 
-def _check_rank(rank: Any) -> None:
+def _check_rank(rank: object) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int | float):
         raise ConfigError(f"rank = {rank!r} is not a number; use a rank such as 64, or a fraction of each width (0.25)")
     if isinstance(rank, float) and not 0 < rank <= 1:
@@ -206,7 +206,7 @@ def _record(module: nn.Module, activation: str) -> None:
             delattr(config, SAVED)
 
 
-def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
     """Yields (name, module) for each linear that may be replaced, heads included."""
     modules = dict(module.named_modules())
     places = [module, *(part for owner in modules.values() for part in owner._modules.values() if part is not None)]
@@ -240,9 +240,10 @@ def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) 
             yield name, linear
 
 
-def _heads(module: nn.Module) -> set[Any]:
+def _heads(module: nn.Module) -> set[nn.Module]:
     """The output embeddings of a transformers model, and the modules outside its base model, also inside a peft model."""
-    heads: set[Any] = {getattr(module, "get_output_embeddings", lambda: None)()} - {None}
+    output = getattr(module, "get_output_embeddings", lambda: None)()
+    heads: set[nn.Module] = set() if output is None else {output}
     for part in module.modules():
         prefix = getattr(type(part), "base_model_prefix", None)
         base = getattr(part, prefix, None) if isinstance(prefix, str) and prefix else None
@@ -280,7 +281,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _replace(module: nn.Module, name: str, linear: Any, rank: int, init: str, activation: str) -> None:
+def _replace(module: nn.Module, name: str, linear: nn.Linear, rank: int, init: str, activation: str) -> None:
     plain = _of_class(linear, nn.Linear)
     factors = LowRankLinear.from_linear(plain, rank, init=init, activation=activation)
     if plain is not linear:
@@ -288,12 +289,12 @@ def _replace(module: nn.Module, name: str, linear: Any, rank: int, init: str, ac
     module.set_submodule(name, factors)
 
 
-def _of_class(linear: Any, kind: Any) -> Any:
+def _of_class(linear: nn.Linear, kind: type) -> nn.Linear:
     """A linear as `nn.Linear` or as transformers' Conv1D, whose weight is transposed."""
     if isinstance(linear, kind):
         return linear
     weight = linear.weight
     with torch.device("meta"):
-        made = kind(*weight.shape)
+        made: nn.Linear = kind(*weight.shape)
     made.weight, made.bias = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad), linear.bias
     return made.train(linear.training)

@@ -30,7 +30,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config | Mapping[str, Any] | str | Path,
+        config: Config | Mapping[str, object] | str | Path,
         *,
         hooks: Sequence[Hook] = (),
         resume: str | None = None,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from boost.cli.terminal import print_rows
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 Status = Literal["complete", "superseded", "incomplete", "damaged"]
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
         "checkpoint",
         description="Lists and verifies the checkpoints of a run.\n\n"
         "  list     shows step, date, size, state and held-out loss of each checkpoint\n"

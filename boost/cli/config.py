@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from typing import Any
 
 from boost.cli.terminal import print_rows
 from boost.config import load, presets, to_toml
@@ -11,7 +10,7 @@ from boost.config.load import fields, summary, type_name
 from boost.format import format_count
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "config",
         description="Prints a preset or a file with all defaults filled in, as TOML for 'boost train'.\n"
@@ -50,23 +49,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_presets(as_json: bool) -> None:
-    rows: list[dict[str, Any]] = []
-    for name in presets():
-        config = load(name)
-        model, parallel = config.model, config.parallel
-        row: dict[str, Any] = {"preset": name, "family": model.family, "parameters": parameter_count(model)}
+    configs = {name: load(name) for name in presets()}
+    counts = {name: parameter_count(config.model) for name, config in configs.items()}
+    rows, cells = [], []
+    for name in sorted(counts, key=lambda name: (name != "demo", name.partition("-")[0], counts[name])):
+        model, parallel, seq_len, what = (
+            configs[name].model,
+            configs[name].parallel,
+            configs[name].train.seq_len,
+            summary(name),
+        )
+        row = {"preset": name, "family": model.family, "parameters": counts[name]}
         row |= {field: getattr(model, field) for field in ("dim", "ffn_dim", "layers", "heads", "rank")}
-        row |= {"tp": parallel.tp, "pp": parallel.pp, "seq_len": config.train.seq_len, "what": summary(name)}
-        rows.append(row)
-    rows.sort(key=lambda row: (row["preset"] != "demo", row["preset"].partition("-")[0], row["parameters"]))
+        rows.append(row | {"tp": parallel.tp, "pp": parallel.pp, "seq_len": seq_len, "what": what})
+        numbers = (model.dim, model.layers, model.rank or "", parallel.tp, seq_len)
+        cells.append((name, model.family, format_count(counts[name]), *numbers, what))
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     sizes = ("params", "dim", "layers", "rank", "tp", "seq")
-    cells = []
-    for row in rows:
-        numbers = (row["dim"], row["layers"], row["rank"] or "", row["tp"], row["seq_len"])
-        cells.append((row["preset"], row["family"], format_count(row["parameters"]), *numbers, row["what"]))
     print_rows(("preset", "family", *sizes, "what"), cells, right=sizes, piped_width=150)
 
 

@@ -4,15 +4,14 @@ import argparse
 import signal
 import socket
 import time
-from typing import Any
 
 from boost.errors import ConfigError
 
 PORT = 29410
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
         "coordinate",
         description="Hosts the key-value store through which the replicas of a run agree on membership\n"
         "(run.recovery = 'in-step'). It does no computation. Start a new one for each run, before the replicas,\n"

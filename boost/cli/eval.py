@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
 from boost.cli.terminal import print_rows
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from boost.train.checkpoint import Checkpoint
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "eval",
         description="Computes cross-entropy, perplexity and bits per byte over every token of a split, and the unigram entropy\n"
@@ -124,7 +124,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
     most = args.max_tokens or None
     result = evaluate(decoder, split, train.seq_len, batch, isolate, mesh, most, by_document=args.by_document)
     if mesh.is_main:
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "checkpoint": str(checkpoint.path),
             "step": checkpoint.position.step,
             "split": args.split,

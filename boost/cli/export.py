@@ -3,7 +3,6 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from boost.train.rundir import require_checkpoint_folder
 
@@ -11,7 +10,7 @@ FILE_BYTES = 5 * 10**9
 """Maximum size of a weight file. Only one file at a time is held in memory."""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "export",
         description="Writes a folder that transformers loads with AutoModelForCausalLM.from_pretrained: weights, configuration,\n"

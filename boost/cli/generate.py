@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
 from boost.data.chat import Message
@@ -28,7 +28,7 @@ Prompt = str | list[Message]
 """Text, or the messages of a chat."""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "generate",
         description="Continues prompts token by token, with a key/value cache. Works with any checkpoint, at any TP size.\n"
@@ -321,7 +321,7 @@ class Generation:
         """Prints one of several texts."""
         said, text, samples = given[prompt], continuation(self._tokenizer, before, tokens), self._args.samples
         if self._args.json:
-            line: dict[str, Any] = {"prompt" if isinstance(said, str) else "messages": said}
+            line: dict[str, object] = {"prompt" if isinstance(said, str) else "messages": said}
             line |= {"sample": sample} if samples > 1 else {}
             self._print(json.dumps(line | {"text": text, "tokens": tokens}))
             return

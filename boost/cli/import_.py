@@ -3,15 +3,14 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from boost.cli.export import FILE_BYTES
 from boost.cli.terminal import print_rows
 from boost.errors import ConfigError
-from boost.text import printable
+from boost.text import JsonObject, printable
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "import",
         description="Converts a Hugging Face folder with safetensors weights (Llama, Mistral, Qwen2, Qwen3, SmolLM3, the official\n"
@@ -107,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     from boost.train.rendezvous import choose_device
 
     how: Compression | Truncation | None = None
-    options: dict[str, Any] = {"multiple": args.multiple, "tokens": args.calibrate_tokens}
+    options = {"multiple": args.multiple, "tokens": args.calibrate_tokens}
     options = {name: value for name, value in options.items() if value is not None}
     if args.budget is not None:
         how = Compression(args.budget, args.calibrate, device=choose_device(args.device).type, **options)
@@ -117,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     done = import_weights(
         Path(args.source), Path(args.out), args.dtype, named, how, FILE_BYTES, args.untie, args.allow_nonfinite
     )
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "checkpoint": str(done.path),
         "family": done.model.family,
         "parameters": parameter_count(done.model),
@@ -146,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _print_report(report: JsonObject) -> None:
     """Prints one row per slot, summarized over the blocks."""
     calibrated = "calibration" in report
     title = f"truncated SVD{' weighted by calibration text (cost in nats per token)' * calibrated}, all blocks together"

@@ -1,9 +1,9 @@
 """Shared by `boost eval` and `boost generate`: opens a checkpoint and a mesh, and starts processes."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.config import Config
 from boost.config.rules import check
@@ -108,7 +108,7 @@ def open_model(args: argparse.Namespace, read_files: "Callable[[Checkpoint], obj
     return read_checkpoint(path, load, mesh)
 
 
-def dump(value: dict[str, Any], as_json: bool) -> None:
+def dump(value: Mapping[str, object], as_json: bool) -> None:
     """Prints a result as JSON or as aligned lines."""
     if as_json:
         import json

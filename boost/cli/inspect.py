@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.cli.terminal import new_table, print_fact, print_table, result_console
 from boost.config import Config, load
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from boost.plan.memory import Memory, PeakMemory
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "inspect",
         usage="boost inspect CONFIG [--layout L] [--tp N] [--memory] [--json] [--svg FILE] [--section.key value ...]",
@@ -109,7 +109,7 @@ def _notes(config: Config) -> Iterator[str]:
     yield from context_notes(model, parallel)
 
 
-def as_json(inspection: "Inspection") -> dict[str, Any]:
+def as_json(inspection: "Inspection") -> dict[str, object]:
     """Converts the inspection to JSON values. Parameters are element counts, shapes are lists, bytes are what one process sends."""
     config = inspection.config
     attributes = (
@@ -133,7 +133,7 @@ def as_json(inspection: "Inspection") -> dict[str, Any]:
     }
 
 
-def _row_as_json(row: "CollectiveRow") -> dict[str, Any]:
+def _row_as_json(row: "CollectiveRow") -> dict[str, object]:
     c = row.collective
     return {
         "phase": c.phase, "kind": c.kind, "shape": c.shape, "dtype": c.dtype, "bytes": c.sent_bytes, "place": c.place,

@@ -3,15 +3,14 @@
 import argparse
 import signal
 from types import FrameType
-from typing import Any
 
 from boost.cli.main import build_parser, command_words, parse, split_overrides
 from boost.errors import TRY_AGAIN, ConfigError, StoppedError
 from boost.train.signals import STOP_SIGNALS
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
         "launch",
         usage="boost launch [--check | TORCHRUN OPTIONS] -- COMMAND ...",
         description="Checks the command, such as 'train run.toml', and then runs it under torchrun. Options before -- are\n"

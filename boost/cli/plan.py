@@ -5,7 +5,7 @@ import gc
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.config import load, presets
 from boost.config.architecture import parameter_count
@@ -15,13 +15,14 @@ from boost.config.schema import ParallelConfig
 from boost.data.store import STORE_FILE, read_meta
 from boost.drawing import require_drawable
 from boost.errors import ConfigError
+from boost.text import JsonObject
 
 if TYPE_CHECKING:
     from boost.plan.candidates import Request
     from boost.plan.hardware import Hardware
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "plan",
         usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
@@ -261,7 +262,7 @@ def source_of(model: str) -> str:
     return model
 
 
-def tree_of_model(model: str) -> dict[str, Any]:
+def tree_of_model(model: str) -> JsonObject:
     """Reads the document that `--model` names, without validating it. Raises ConfigError, including for a config.json with a
     field that our decoder does not implement."""
     folder = hugging_face_folder(model)

@@ -2,15 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from boost.config.schema import DType
 from boost.errors import ConfigError
 from boost.machine import available_cores
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
         "plan calibrate",
         description="Measures the speed of this machine (GEMM shapes, attention, memory-bound operations, and collectives\n"
         "between its processes) and writes a hardware profile for --gpu. Takes a minute or two. Keep the machine\n"

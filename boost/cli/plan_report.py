@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.cli.terminal import new_table, print_fact, print_table, result_console, searching
 from boost.config import Config, to_toml
@@ -236,7 +236,7 @@ SCHEMA = 4
 3: without the software stack. 4: without the cost."""
 
 
-def as_json(plan: Plan, hardware: Hardware) -> dict[str, Any]:
+def as_json(plan: Plan, hardware: Hardware) -> dict[str, object]:
     """Converts a configuration and its prediction to JSON values, in seconds and bytes."""
     time, spread = plan.time, spread_of(plan.config, hardware)
     return {
@@ -507,7 +507,8 @@ def _print_parts(
 
     whole = sum(parts.values())
     headings = ("part", "amount", "share", "bar", "meaning")
-    table = new_table(headings, right=("amount", "share"), show_header=False)
+    table = new_table(headings, right=("amount", "share"))
+    table.show_header = False
     table.columns[3].width, table.columns[4].style = _BAR, "dim"
     begin = 0.0
     for part, size in parts.items():

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from boost.cli.plan_report import SCHEMA, TOKENS_PER_PARAMETER, as_json, asked_keys, asked_words, console
 from boost.cli.terminal import new_table, print_table, searching
@@ -60,7 +59,7 @@ class Contestant:
         return NOT_KNOWN
 
 
-def _shape(model: ModelConfig) -> tuple[Any, ...]:
+def _shape(model: ModelConfig) -> tuple[object, ...]:
     return model.family, model.dim, model.layers, model.heads, model.ffn_dim, model.rank, model.vocab_size
 
 

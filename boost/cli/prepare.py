@@ -7,11 +7,11 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.cli.terminal import print_rows
 from boost.format import format_bytes
-from boost.text import printable
+from boost.text import JsonObject, printable
 
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareResult, Progress
@@ -45,8 +45,8 @@ held out. With --heldout-split or --heldout-from, that text is held out and all 
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
         "prepare",
         description="Reads text, trains or loads a tokenizer, and writes a token store for 'boost train'.",
         epilog=EPILOG,
@@ -164,7 +164,7 @@ def default_out(inputs: list[str], hf: str | None, stdlib: bool) -> str:
     return f"data/{name or 'corpus'}"
 
 
-def as_json(result: "PrepareResult") -> dict[str, Any]:
+def as_json(result: "PrepareResult") -> JsonObject:
     """Converts the report to JSON values: entropy in nats per token, the rest in tokens, documents and bytes."""
     store = result.store
     splits = {}
@@ -209,7 +209,7 @@ def print_report(result: "PrepareResult") -> None:
     print(printable(f"\n{report['store']} {state}: vocab_size {report['vocab_size']}, {eos}", "\n"))
 
 
-def _print_reasons(sources: list[dict[str, Any]], what: str) -> None:
+def _print_reasons(sources: list[JsonObject], what: str) -> None:
     """Prints the `notes`, or the `skipped` documents, for all sources."""
     if any(source[what] for source in sources):
         print(f"\n{what}")
@@ -235,16 +235,15 @@ def progress_display() -> "Progress":
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
             more = (TextColumn("{task.fields[documents]:,} documents"), TimeElapsedColumn())
             self.display = RichProgress(*columns, *more, console=Console(stderr=True), transient=True)
-            self.task: Any = None
 
         def phase(self, name: str, total: int | None) -> None:
-            if self.task is not None:
-                self.display.remove_task(self.task)
+            for former in self.display.task_ids:
+                self.display.remove_task(former)
             self.display.start()
-            self.task = self.display.add_task(name, total=total, documents=0)
+            self.display.add_task(name, total=total, documents=0)
 
         def update(self, consumed: int, documents: int) -> None:
-            self.display.update(self.task, completed=consumed, documents=documents)
+            self.display.update(self.display.task_ids[0], completed=consumed, documents=documents)
 
         def close(self) -> None:
             self.display.stop()

@@ -5,8 +5,9 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.cli.recipe_heal import Healing
 from boost.cli.terminal import print_fact, print_rows, result_console
@@ -17,6 +18,7 @@ from boost.errors import ConfigError, DataError
 from boost.files import replace_text
 from boost.format import format_bytes, format_count
 from boost.paths import read_text
+from boost.text import JsonObject
 
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareOptions
@@ -135,16 +137,16 @@ def _prepare_options(args: argparse.Namespace, recipe: Recipe, config: Config) -
     corpus = recipe.corpus
     share = tokens_of(config) / tokens_of(recipe.config())
     heldout = min(max(int(corpus.heldout_tokens * share), SHORT_HELDOUT_TOKENS), corpus.heldout_tokens)
-    options: dict[str, Any] = {
-        "out": Path(config.data.store),
-        "tokenizer": args.tokenizer or corpus.tokenizer,
-        "max_tokens": tokens_of(config) + 1,  # the last target needs one more
-        "max_heldout_tokens": heldout,
-    }
+    options = PrepareOptions(
+        out=Path(config.data.store),
+        tokenizer=args.tokenizer or corpus.tokenizer,
+        max_tokens=tokens_of(config) + 1,  # the last target needs one more
+        max_heldout_tokens=heldout,
+    )
     if args.data is None:
-        return PrepareOptions(hf=corpus.dataset, heldout_split=corpus.heldout_split, **options)
+        return replace(options, hf=corpus.dataset, heldout_split=corpus.heldout_split)
     train, held_out = (_files(Path(args.data), split) for split in ("train", corpus.heldout_split))
-    return PrepareOptions(inputs=train, heldout_from=held_out, **options)
+    return replace(options, inputs=train, heldout_from=held_out)
 
 
 def _files(folder: Path, split: str) -> tuple[str, ...]:
@@ -224,7 +226,7 @@ def _run_stages(recipe: Recipe, config: Config, options: "PrepareOptions") -> in
     return 0
 
 
-def final_evaluation(config: Config) -> dict[str, Any] | None:
+def final_evaluation(config: Config) -> JsonObject | None:
     """Metrics from the evaluation at the end of the run, over the whole held-out split; None if it has not run."""
     from boost.train.metrics import read_metrics
     from boost.train.rundir import RunDirectory
@@ -246,7 +248,7 @@ def compare(recipe: Recipe, config: Config) -> None:
     assert whole is not None
     share, same = tokens_of(config) / tokens_of(recipe.config()), config.model == recipe.config().model
     try:
-        facts: dict[str, Any] = json.loads(read_text(path))
+        facts: JsonObject = json.loads(read_text(path))
     except (OSError, ValueError):
         facts = {}
     if facts.get("step") != config.train.steps:

@@ -10,7 +10,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from boost.cli.terminal import print_fact, print_rows, result_console
 from boost.config import load
@@ -21,6 +20,7 @@ from boost.errors import ConfigError, DataError
 from boost.files import new_folder, replace_text
 from boost.format import format_bytes, format_count
 from boost.paths import read_text
+from boost.text import JsonObject
 
 READERS = ("transformers", "gguf")
 """Packages that read the weights."""
@@ -164,7 +164,7 @@ class Healing:
         from boost.train.best_effort import best_effort
 
         try:
-            facts: dict[str, Any] = json.loads(read_text(self.result))
+            facts: JsonObject = json.loads(read_text(self.result))
         except (OSError, ValueError):
             facts = {}
         if facts.get("training_tokens") != tokens_of(self.config):
@@ -181,7 +181,7 @@ class Healing:
         print()
         print_rows(("model", "parameters", "perplexity", "checkpoint"), cells, right=("parameters", "perplexity"))
 
-    def evaluate(self, checkpoint: Path) -> dict[str, Any]:
+    def evaluate(self, checkpoint: Path) -> dict[str, object]:
         """Parameters of a checkpoint, and its loss on held-out text in sequences as long as those that heal."""
         from boost.cli.inference import open_model
         from boost.data.store import TokenStore

@@ -5,13 +5,12 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from boost.cli.terminal import print_rows
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
         "runs",
         description="Reads run directories, including those of runs in progress. Changes nothing.",
         epilog="examples:\n"

@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.text import printable
 
@@ -37,12 +37,11 @@ def print_fact(console: "Console", key: str, value: str, column: int = 12) -> No
         console.print(Text(f"{label:<{column}}{line}"), soft_wrap=True)
 
 
-def new_table(headings: Sequence[str], right: Collection[str] = (), **options: Any) -> "Table":
-    """Returns a table without rows for `print_table`. `right`: headings of right-aligned columns; `options`:
-    passed to `rich.table.Table`."""
+def new_table(headings: Sequence[str], right: Collection[str] = ()) -> "Table":
+    """Returns a table without rows for `print_table`. `right`: headings of right-aligned columns."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, **{"header_style": "dim"} | options)
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left")
     return table
@@ -58,7 +57,8 @@ def print_rows(
     """Prints a table on stdout. `right`: headings of right-aligned columns."""
     from rich.text import Text  # keeps a value such as "[red]" from being read as markup
 
-    table = new_table(headings, right, header_style="bold", title=title, title_justify="left")
+    table = new_table(headings, right)
+    table.title, table.title_justify, table.header_style = title, "left", "bold"
     for row in rows:
         table.add_row(*(Text(printable(str(cell), "\n")) for cell in row))
     print_table(result_console(piped_width), table)

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from boost.config import Config, for_weights, load, presets
 from boost.data.store import read_meta
@@ -12,7 +11,7 @@ from boost.train.rundir import require_checkpoint_folder
 from boost.train.signals import StopRequest
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     faults = "\n".join(f"  {kind:<11} {what}" for kind, what in KINDS.items())
     parser = subparsers.add_parser(
         "train",

@@ -3,7 +3,6 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from boost.config import Config, load
 from boost.config.schema import ModelConfig
@@ -13,8 +12,8 @@ from boost.layouts import layout_names
 SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
         "verify",
         usage="boost verify [CONFIG] [--nproc N] [--only SECTION ...] [--section.key value ...]",
         description="Checks what every run on these machines relies on, in a few minutes:\n"

@@ -3,12 +3,12 @@
 A family is a subclass of `ModelConfig` with its documentation, its own fields, derived defaults and rules.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import BeforeValidator, Field
 
-from boost.config.section import Count, Natural, Positive, Tagged, WholeConfig, Width
+from boost.config.section import Count, Natural, Positive, Tagged, Values, WholeConfig, Width
 from boost.errors import ConfigError
 
 Family = str
@@ -22,7 +22,7 @@ class ModelConfig(Tagged):
     """A LLaMA-style decoder with dense or low-rank linears."""
 
     key: ClassVar[str] = "model.family"
-    absent: ClassVar[Mapping[str, Any]] = {
+    absent: ClassVar[Values] = {
         "over": "none", "gate": "none", "rank": None, "ranks": {}, "latent_act": "none", "factor_init": "none",
     }  # fmt: skip
     if TYPE_CHECKING:  # readable for every family: its own field, or the value in `absent`
@@ -39,7 +39,7 @@ class ModelConfig(Tagged):
     has_latent_gates: ClassVar[bool] = False
     """Whether each block's latents pass through a latent gate into the next block."""
 
-    recipe: ClassVar[Mapping[str, Any]] = {"mlp_silu": True}
+    recipe: ClassVar[Values] = {"mlp_silu": True}
     """The family's defaults. Switching the family resets these fields of a preset."""
 
     family: Family = "cola"
@@ -105,21 +105,20 @@ class ModelConfig(Tagged):
     """Standard deviation of the initial embedding, head and dense linears. For low-rank factors, see `factor_init`."""
 
     @classmethod
-    def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def derived(cls, values: Values) -> dict[str, object]:
         """By default, there are as many key/value heads as attention heads, and together the latter are as wide as the model."""
         dim, heads = (values.get(name, cls.model_fields[name].default) for name in ("dim", "heads"))
-        valid = all(isinstance(value, int) and value > 0 for value in (dim, heads))
-        return {"kv_heads": heads, "head_dim": max(dim // heads, 1) if valid else 1}
+        if not (isinstance(dim, int) and isinstance(heads, int) and min(dim, heads) > 0):
+            return {"kv_heads": heads, "head_dim": 1}
+        return {"kv_heads": heads, "head_dim": max(dim // heads, 1)}
 
     @classmethod
-    def kind(cls, values: Mapping[str, Any]) -> Any:
+    def kind(cls, values: Values) -> type["ModelConfig"]:
         """The family whose recipe applies to this family's linears."""
         return cls
 
     @classmethod
-    def dropped(
-        cls, former: type["ModelConfig"], new: type["ModelConfig"], table: Mapping[str, Any], changes: Mapping[str, Any]
-    ) -> set[str]:
+    def dropped(cls, former: type["ModelConfig"], new: type["ModelConfig"], table: Values, changes: Values) -> set[str]:
         """The fields in either family's recipe; none if the recipe stays the same, as from CoLA to LaX over CoLA."""
         same = former.kind(table) is new.kind(changes)
         return set() if same else {*former.recipe, *new.recipe}
@@ -162,7 +161,7 @@ def _by_linear(table: Any, prefix: str = "") -> Any:
     unless the table names these too."""
     if not isinstance(table, dict):
         return table
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in table.items():
         flat |= _by_linear(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     if "kv" in flat:
@@ -175,7 +174,7 @@ class LowRankConfig(ModelConfig):
     """Base of the low-rank families: y = B act(A x)."""
 
     low_rank: ClassVar[bool] = True
-    recipe: ClassVar[Mapping[str, Any]] = {"mlp_silu": True, "latent_act": "none", "factor_init": "xavier"}
+    recipe: ClassVar[Values] = {"mlp_silu": True, "latent_act": "none", "factor_init": "xavier"}
 
     rank: Width
     """r, bottleneck rank of every low-rank linear. Default: dim / 4."""
@@ -192,7 +191,7 @@ class LowRankConfig(ModelConfig):
     the truncated SVD of the dense linear's initial weight. Default: cola for cola, xavier for svd."""
 
     @classmethod
-    def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def derived(cls, values: Values) -> dict[str, object]:
         """rank is dim / 4 by default; the other defaults come from the recipe."""
         dim = values.get("dim", cls.model_fields["dim"].default)
         rank = max(dim // 4, 1) if isinstance(dim, int) else None
@@ -240,7 +239,7 @@ class CoLAConfig(LowRankConfig):
     """Low-rank linears with an activation on the latents (CoLA): y = B silu(A x)."""
 
     family: Literal["cola"] = "cola"
-    recipe: ClassVar[Mapping[str, Any]] = {"mlp_silu": True, "latent_act": "silu", "factor_init": "cola"}
+    recipe: ClassVar[Values] = {"mlp_silu": True, "latent_act": "silu", "factor_init": "cola"}
 
 
 class LaXConfig(LowRankConfig):
@@ -257,7 +256,7 @@ class LaXConfig(LowRankConfig):
     with a b = rank and a as close to b as possible. dense: a rank x rank linear."""
 
     @classmethod
-    def kind(cls, values: Mapping[str, Any]) -> Any:
+    def kind(cls, values: Values) -> type["ModelConfig"]:
         """The family of the linears, `over`."""
         return cls.find(values.get("over", cls.model_fields["over"].default)) or cls
 

@@ -4,10 +4,10 @@ import contextlib
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -17,7 +17,7 @@ from boost.config import rules
 from boost.config.schema import Config, ModelConfig
 from boost.config.section import Tagged
 from boost.errors import ConfigError
-from boost.text import brief, brief_text, read_toml
+from boost.text import JsonObject, brief, brief_text, read_toml
 
 _PRESETS = resources.files("boost.config") / "presets"
 RANKS = "model.ranks"
@@ -66,7 +66,7 @@ def for_weights(config: Config, source: Config) -> Config:
     return from_tree(tree)
 
 
-def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def change(tree: JsonObject, changes: Mapping[str, object]) -> None:
     """Sets values by dotted key in a document. If a change selects another class (optim.name, model.family, ...), first removes the
     fields that only the previous class has."""
     for section, root in _tagged():
@@ -96,21 +96,21 @@ def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
             yield section, info.annotation
 
 
-def from_tree(tree: dict[str, Any]) -> Config:
+def from_tree(tree: JsonObject) -> Config:
     """Validates a parsed TOML or JSON document, including the rules between fields. Raises ConfigError."""
     config = validated(tree)
     rules.check(config)
     return config
 
 
-def as_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+def as_config(source: Config | Mapping[str, object] | str | Path) -> Config:
     """Returns a validated configuration from an object, a nested dict, a TOML file or a preset. Raises ConfigError."""
     if isinstance(source, Config):
         return source
     return from_tree(dict(source)) if isinstance(source, Mapping) else load(str(source))
 
 
-def validated(tree: dict[str, Any]) -> Config:
+def validated(tree: JsonObject) -> Config:
     """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
     for section, table in tree.items():
         for key, value in table.items() if isinstance(table, dict) else ():
@@ -120,7 +120,7 @@ def validated(tree: dict[str, Any]) -> Config:
                     f"{section}.{key} = {brief(value)} contains bytes that are not valid UTF-8; encode it as UTF-8"
                 )
 
-    def as_float(value: Any) -> Any:
+    def as_float(value: object) -> object:
         return float(value) if type(value) is int and abs(value) < 10**300 else value
 
     # TOML users write `lr = 1`, which strict validation would reject.
@@ -143,7 +143,7 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
-def read_source(source: str) -> dict[str, Any]:
+def read_source(source: str) -> JsonObject:
     """Reads the document of a preset or a file without validating it. Raises ConfigError."""
     if source in presets():
         return tomllib.loads((_PRESETS / f"{source}.toml").read_text(encoding="utf-8"))
@@ -189,12 +189,12 @@ _TEXTS = "list of texts"
 _TABLE = "table of integers"
 _NUMBERS = "table of numbers"
 _MIXTURE_EXAMPLE = '{ "data/c4" = 0.7, "data/code" = 0.3 }'
-_TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
+_TYPE_NAMES: dict[object, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 _PARSED = (_INTEGERS, _TEXTS, _TABLE, _NUMBERS, "true or false", "integer", "number")
 """Types whose command-line values are TOML. Values of other types are plain text, or one of several choices."""
 
 
-def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Parses `--a.b value` and `--a.b=value` into (dotted key, value), with values of the field's type."""
     known = dict(fields())
     rest = list(words)
@@ -212,7 +212,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{key} has no value; write --{key} VALUE ({expected})")
             value = rest.pop(0)
-        parsed: Any = value
+        parsed: object = value
         if expected in _PARSED:
             # Not TOML, a number with thousands of digits, or nested too deeply: validation reports what is wrong.
             with contextlib.suppress(ValueError, RecursionError):
@@ -262,7 +262,7 @@ def _explain(error: ValidationError) -> str:
         key = key.rpartition(".")[0]
         subject = f"{key} contains an item {shown}, but"
     kind = type_name(known[key])
-    examples: dict[str, Any] = {
+    examples: dict[str, object] = {
         _INTEGERS: [9, 7],
         _TEXTS: ["Once upon a time"],
         _TABLE: "{ attn = 128, mlp = 256 }",
@@ -274,7 +274,7 @@ def _explain(error: ValidationError) -> str:
     return f"{subject} must be {nouns.get(kind, f'a {kind}')}" + ("" if no_example else f", such as {default!r}")
 
 
-def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
+def _suggest(word: str, choices: Iterable[object], what: str, prefix: str = "") -> str:
     """'did you mean ...?' with the nearest choice, or the list of all choices."""
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]

@@ -3,19 +3,19 @@
 `boost.optim.schedule` computes each schedule's rate from the step. Each optimizer class names the function that builds it.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from boost.config.section import Count, Decay, Fraction, Natural, NonNegative, Positive, Tagged, WholeConfig
+from boost.config.section import Count, Decay, Fraction, Natural, NonNegative, Positive, Tagged, Values, WholeConfig
 
 
 class LRSchedule(Tagged):
     """The learning rate after warmup."""
 
     key: ClassVar[str] = "optim.schedule"
-    absent: ClassVar[Mapping[str, Any]] = {"restart_warmup_steps": 0}
+    absent: ClassVar[Values] = {"restart_warmup_steps": 0}
 
     schedule: str = "cosine"
     """The learning rate after warmup."""
@@ -105,7 +105,7 @@ class OptimConfig(Tagged):
     and norms."""
 
     key: ClassVar[str] = "optim.name"
-    absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0}
+    absent: ClassVar[Values] = {"exact_every": 0}
     if TYPE_CHECKING:  # readable for every optimizer: its own field, or the value in `absent`
         exact_every: int = 0
 
@@ -163,7 +163,7 @@ class OptimConfig(Tagged):
     """Learning-rate schedule. In a file, its keys are `schedule` and the fields of the selected schedule."""
 
     @classmethod
-    def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    def switch(cls, table: dict[str, object], changes: Values) -> None:
         """Falls back to the default schedule if the current one does not work with the new optimizer."""
         optimizer, schedule = cls.find(changes.get("name")), LRSchedule.find(table.get("schedule"))
         if optimizer and schedule and "schedule" not in changes and not schedule.suits(optimizer):

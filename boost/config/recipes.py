@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from boost.config.load import change, from_tree, parse_overrides, read_source
 from boost.config.schema import Config
 from boost.errors import ConfigError
+from boost.text import JsonObject
 
 TOKENS_PER_PARAMETER = 20
 """Tokens per parameter in a compute-optimal run (arXiv 2203.15556)."""
@@ -97,7 +97,7 @@ class HealRecipe:
     lr: float
 
 
-def _shortened(tree: dict[str, Any], steps: int) -> dict[str, Any]:
+def _shortened(tree: JsonObject, steps: int) -> JsonObject:
     """Changes that shorten a run to `steps`: warmup, evaluations and saves keep their share of it."""
     train, optim = tree["train"], tree["optim"]
     share = steps / train["steps"]
@@ -115,7 +115,7 @@ def tokens_of(config: Config) -> int:
     return config.train.steps * config.train.global_batch * config.train.seq_len
 
 
-def _content() -> dict[str, Any]:
+def _content() -> JsonObject:
     return tomllib.loads((resources.files("boost.config") / "recipes.toml").read_text(encoding="utf-8"))
 
 

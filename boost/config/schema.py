@@ -4,8 +4,8 @@ The docstring below each field is its documentation: `boost config --fields` and
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
@@ -22,6 +22,7 @@ from boost.config.section import (
     Positive,
     Section,
     Tagged,
+    Values,
     Width,
 )
 
@@ -40,7 +41,7 @@ class ParallelConfig(Tagged):
     """Parallelism. No option in this section changes the computed function."""
 
     key = "parallel.layout"
-    absent: ClassVar[dict[str, Any]] = {"norm": "online", "vanilla": "strong"}
+    absent: ClassVar[Values] = {"norm": "online", "vanilla": "strong"}
     if TYPE_CHECKING:  # every layout has these attributes: from a field of its own, or from `absent`
         norm: str = "online"
         vanilla: str = "strong"
@@ -91,7 +92,7 @@ class ParallelConfig(Tagged):
     """True: linears with the same input (q,k,v; gate,up) share one GEMM and one collective. False: each linear has its own."""
 
     @classmethod
-    def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def derived(cls, values: Values) -> dict[str, object]:
         interleaved = values.get("pp", 1) != 1 and values.get("schedule") == "interleaved-1f1b"
         return {"virtual": 2 if interleaved else 1}
 
@@ -390,7 +391,7 @@ class Config(Section):
     distill: DistillConfig = DistillConfig()
     run: RunConfig = RunConfig()
 
-    def changed(self, **sections: Mapping[str, Any]) -> "Config":
+    def changed(self, **sections: Values) -> "Config":
         """A copy with new values in some sections, such as `changed(train={"steps": 5})`. Checks neither values nor rules."""
         updated = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=updated)
@@ -430,6 +431,6 @@ class Config(Section):
         is_cast = self.train.compute_dtype != self.train.param_dtype
         return self.train.working_copies and is_cast and not self.shards_weights
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> object:
         """As in a dict, which peft takes a model's config for."""
         return getattr(self, name, default)

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from pydantic.fields import FieldInfo
+from pydantic.functional_validators import AfterValidator, ModelWrapValidatorHandler, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
+
+from boost.text import JsonObject
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
@@ -26,6 +29,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Home = AfterValidator(os.path.expanduser)
 """Expands a leading ~ in a path to the home folder, as a shell does."""
 Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), Home]
+Values = Mapping[str, object]
+"""Fields of a section, by name."""
 UNTRACED = "untraced"
 """Marks a field that changes nothing in a micro-batch's passes through a block, the embedding or the loss on one TP group. The
 planner traces those once for all configurations that differ only in such fields."""
@@ -50,7 +55,7 @@ class Section(BaseModel):
         return own
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     return frozenset((key, _hashable(item)) for key, item in value.items()) if isinstance(value, dict) else value
 
 
@@ -93,13 +98,13 @@ class Tagged(Section):
     key: ClassVar[str]
     """Dotted key of the tag in the file, such as optim.name."""
 
-    absent: ClassVar[Mapping[str, Any]] = {}
+    absent: ClassVar[Values] = {}
     """Fields that are readable for every choice, and their values for choices that do not have them."""
 
     choices: ClassVar[dict[str, Any]] = {}
     """Classes by tag value. A root and all of its subclasses share one dictionary."""
 
-    parts: ClassVar[dict[str, Any]] = {}
+    parts: ClassVar[dict[str, "type[Tagged]"]] = {}
     """Roots of the tagged fields, by field name."""
 
     def problems(self, config: WholeConfig) -> Iterator[str]:
@@ -107,7 +112,7 @@ class Tagged(Section):
         yield from ()
 
     @classmethod
-    def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def derived(cls, values: Values) -> dict[str, object]:
         """Defaults that depend on other fields."""
         return {}
 
@@ -126,7 +131,7 @@ class Tagged(Section):
         return cls.choices.get(value)
 
     @classmethod
-    def choice(cls, values: Mapping[str, Any]) -> type[Self]:
+    def choice(cls, values: Values) -> type[Self]:
         """The class selected by a table. Raises ValidationError."""
         value = values.get(cls.tag(), cls.model_fields[cls.tag()].default)
         if (selected := cls.find(value)) is None:
@@ -164,7 +169,7 @@ class Tagged(Section):
                 yield name, info
 
     @classmethod
-    def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    def switch(cls, table: dict[str, object], changes: Values) -> None:
         """Prepares a table for `changes`. If they select a new choice, removes the fields that it lacks and those in `dropped`."""
         for root in (cls, *cls.parts.values()):
             tag = root.tag()
@@ -177,14 +182,12 @@ class Tagged(Section):
                 del table[name]
 
     @classmethod
-    def dropped(
-        cls, former: type[Self], new: type[Self], table: Mapping[str, Any], changes: Mapping[str, Any]
-    ) -> set[str]:
+    def dropped(cls, former: type[Self], new: type[Self], table: Values, changes: Values) -> set[str]:
         """Fields of both choices that are removed too, because their values in the table are the previous choice's defaults."""
         return set()
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
         cls.parts = {
             name: info.annotation
             for name, info in cls.model_fields.items()
@@ -206,13 +209,13 @@ class Tagged(Section):
                     )
                 cls.choices[value] = cls
 
-    def __new__(cls, *_: Any, **values: Any) -> Self:
+    def __new__(cls, *_: object, **values: object) -> Self:
         # OptimConfig(name="muon") is a MuonConfig, like OptimConfig.model_validate({"name": "muon"}).
         return super().__new__(cls if cls in cls.choices.values() else cls.choice(values))
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             if name in self.absent:
                 return self.absent[name]
             for part in self.parts:
@@ -221,7 +224,7 @@ class Tagged(Section):
                     return getattr(own, name)
             return super().__getattr__(name)
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+    def model_copy(self, *, update: Values | None = None, deep: bool = False) -> Self:
         """Like pydantic's, but validates the copy if `update` changes the tag or a key of a part, because these may select other
         classes."""
         own = getattr(self, self.tag())
@@ -234,7 +237,7 @@ class Tagged(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _select(cls, values: Any, handler: Any) -> Any:
+    def _select(cls, values: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(values, Tagged) or not isinstance(values, dict):
             return handler(values)
         if cls in cls.choices.values():
@@ -242,14 +245,14 @@ class Tagged(Section):
         return cls.choice(values).model_validate(values)
 
     @model_serializer(mode="wrap")
-    def _flatten(self, handler: Any) -> dict[str, Any]:
-        table: dict[str, Any] = handler(self)
+    def _flatten(self, handler: SerializerFunctionWrapHandler) -> JsonObject:
+        table: JsonObject = handler(self)
         for part in self.parts:
             table |= table.pop(part, {})
         return table
 
 
-def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
+def _own(cls: type[Tagged], values: Values) -> dict[str, object]:
     """This choice's fields from a flat table, with those of its parts nested. Raises ValidationError for keys of other choices."""
     own = dict(values)
     for part, root in cls.parts.items():
@@ -263,7 +266,7 @@ def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
     return cls.derived(own) | own
 
 
-def _misplaced(cls: type[Tagged], own: str, name: str, value: Any) -> ValidationError:
+def _misplaced(cls: type[Tagged], own: object, name: str, value: object) -> ValidationError:
     """The error for a field of another choice: names the owner and both fixes."""
     field, shown = f"{cls.key.partition('.')[0]}.{name}", value
     while isinstance(shown, dict) and shown:  # the first entry of a table, as the user wrote it
@@ -279,7 +282,7 @@ def _misplaced(cls: type[Tagged], own: str, name: str, value: Any) -> Validation
 
 
 def _invalid(
-    cls: type[Tagged], kind: str | PydanticCustomError, name: str, value: Any, **context: Any
+    cls: type[Tagged], kind: str | PydanticCustomError, name: str, value: object, **context: object
 ) -> ValidationError:
     return ValidationError.from_exception_data(
         cls.__name__, [InitErrorDetails(type=kind, loc=(name,), input=value, ctx=context)]

@@ -4,7 +4,6 @@ is summed. The runtime and the planner both read the axes; a test compares the t
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from boost.config.architecture import (
     GroupSpec,
@@ -18,7 +17,7 @@ from boost.config.schema import ModelConfig, ParallelConfig
 
 
 def fused_weights(
-    model: ModelConfig, group: GroupSpec, prefix: str, placement: Callable[[str], Any]
+    model: ModelConfig, group: GroupSpec, prefix: str, placement: Callable[[str], object]
 ) -> Iterator[tuple[Parameter, ...]]:
     """A group's weights as they are stored, one tuple per tensor: the factors A of all slots, then each B. Dense weights are one
     tensor, or two if key and value are placed differently from query. `placement`: of parameters with this role."""
@@ -30,7 +29,7 @@ def fused_weights(
         yield tuple(alike)
 
 
-def fused_block(model: ModelConfig, layer: int, placement: Callable[[str], Any]) -> Iterator[tuple[Parameter, ...]]:
+def fused_block(model: ModelConfig, layer: int, placement: Callable[[str], object]) -> Iterator[tuple[Parameter, ...]]:
     """Every parameter of block `layer` as it is stored, one tuple per tensor, in forward order (`fused_weights`)."""
     prefix = f"layers.{layer}"
     for norm in ("attn_norm", "mlp_norm"):

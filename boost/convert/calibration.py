@@ -7,7 +7,6 @@ model, x' in the factorized one, [T, I]; s importance of a token (`GroupMoments`
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ class GroupMoments:
 
 def observers_of(decoder: Decoder) -> list[Observer]:
     """The observers of a decoder's `ObservedLayout`; callers add and remove their own."""
-    layout: Any = decoder.layout
+    layout = decoder.layout
     assert isinstance(layout, ObservedLayout)
     return layout.observers
 

@@ -11,7 +11,6 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +46,7 @@ from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.kernels import STATISTIC_DTYPE
 from boost.parallel.mesh import Mesh
+from boost.text import JsonObject
 from boost.train.evaluate import evaluate
 from boost.train.hardware import total_memory
 from boost.train.progress import progress
@@ -157,9 +157,7 @@ def dense_decoder(weights: Weights, device: torch.device) -> Decoder:
     return decoder
 
 
-def compress(
-    decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int
-) -> tuple[Decoder, dict[str, Any]]:
+def compress(decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int) -> tuple[Decoder, JsonObject]:
     """Factorizes a decoder with an `ObservedLayout` without changing it. Returns the factorized decoder and a report."""
     dense = decoder.model
     batches = read_batches(store, compression.tokens, seq_len, decoder.device)
@@ -326,7 +324,7 @@ def new_decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     torch.set_default_dtype(dtype)
     try:
         with device:
-            layout: Any = ObservedLayout(model, device)
+            layout = ObservedLayout(model, device)
             return Decoder(model, layout, dtype)
     finally:
         torch.set_default_dtype(default_dtype)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from boost.convert.vocabulary import BOS, merged_generation_config, template_fil
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.paths import read_text
-from boost.text import printable
+from boost.text import JsonObject, printable
 from boost.train.checkpoint import HUB, Checkpoint, WeightReader
 from boost.train.progress import progress
 from boost.version import __version__
@@ -159,5 +158,5 @@ Exported by boost {__version__}.
 """
 
 
-def _json(content: dict[str, Any]) -> str:
+def _json(content: JsonObject) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

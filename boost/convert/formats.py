@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from boost.config.architecture import SLOTS, Parameter, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError, ConfigError
 from boost.paths import read_text
+from boost.text import JsonObject
 from boost.version import __version__
 
 Form = Literal["llama", "merged", "cola", "boost"]
@@ -56,7 +57,7 @@ _QWEN = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
     "max_window_layers": 28, "layer_types": None,
 }  # fmt: skip
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, JsonObject] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": _QWEN,
@@ -107,7 +108,7 @@ class Folder:
 
 def config_json(
     model: ModelConfig, form: Form, dtype: str, context: int, eos: int | None, bos: int | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Returns the content of `config.json` for a folder of this form.
 
     rope_theta and torch_dtype are written as in transformers 4; transformers 5 and the official CoLA class read both. There is no
@@ -115,7 +116,7 @@ def config_json(
     """
     own, kind = form in _CLASSES, model_type(model, form)
     prefix = _CLASSES[form] if own else _STOCK[kind]
-    content: dict[str, Any] = {"architectures": [f"{prefix}ForCausalLM"], "model_type": kind}
+    content: JsonObject = {"architectures": [f"{prefix}ForCausalLM"], "model_type": kind}
     if own:
         stem = MODELING_FILE.removesuffix(".py")
         content["auto_map"] = {
@@ -215,7 +216,7 @@ def read_folder(path: Path) -> Folder:
     )
 
 
-def read_json(path: Path, advice: str) -> dict[str, Any]:
+def read_json(path: Path, advice: str) -> JsonObject:
     """Reads a JSON object; {} if the file does not exist. Raises ConfigError if the file cannot be read or is not an object."""
     try:
         content = json.loads(read_text(path))
@@ -228,7 +229,7 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
     return content
 
 
-def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
+def _model_table(content: JsonObject, where: str) -> JsonObject:
     missing = [theirs for theirs in _FIELDS.values() if theirs not in content and theirs != "rms_norm_eps"]
     if missing:
         raise ConfigError(f"{where} has no {missing[0]}; fix the file, or save the model again")
@@ -243,7 +244,7 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
     return table | {ours: rope[theirs] for ours, theirs in _ROPE.items() if kind == "llama3"}
 
 
-def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _rope(content: JsonObject) -> tuple[object, JsonObject]:
     """(type, parameters) of RoPE, as transformers 5's LlamaConfig reads them whichever version is installed (4 ignores
     rope_parameters; tests/border/test_weights.py compares). A folder has rope_parameters, or rope_theta and maybe rope_scaling;
     if it has both, rope_scaling counts. What that field omits, the top level supplies."""
@@ -256,7 +257,7 @@ def _rope(content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return rope.get("rope_type", rope.get("type", "default")), rope
 
 
-def _sliding_window(kind: str, content: dict[str, Any], where: str) -> int | None:
+def _sliding_window(kind: str, content: JsonObject, where: str) -> int | None:
     """The window of tokens to which some block of the model attends; None: all attend to the whole context."""
     if kind not in _DEFAULTS or kind == "llama":
         return None
@@ -278,7 +279,7 @@ def _sliding_window(kind: str, content: dict[str, Any], where: str) -> int | Non
     return window
 
 
-def _nope_layers(content: dict[str, Any], where: str) -> list[int]:
+def _nope_layers(content: JsonObject, where: str) -> list[int]:
     """Blocks without rotary embeddings, which SmolLM3 marks with 0 in `no_rope_layers`."""
     layers, marks = content["num_hidden_layers"], content["no_rope_layers"]
     if marks is None:
@@ -291,7 +292,7 @@ def _nope_layers(content: dict[str, Any], where: str) -> list[int]:
     return [n for n in range(layers) if not marks[n]]
 
 
-def _require_supported(kind: str, content: dict[str, Any], where: str) -> None:
+def _require_supported(kind: str, content: JsonObject, where: str) -> None:
     """Raises ConfigError for LLaMA features that our decoder does not have."""
     rope_type, _ = _rope(content)
     if rope_type not in ("default", "llama3"):
@@ -320,7 +321,7 @@ def _require_supported(kind: str, content: dict[str, Any], where: str) -> None:
         raise ConfigError(f"quantization_config ({method!r}) in {where} is not supported; import unquantized weights")
 
 
-def _family_table(kind: str, content: dict[str, Any], where: str) -> dict[str, Any]:
+def _family_table(kind: str, content: JsonObject, where: str) -> JsonObject:
     """The fields of [model] that depend on the class of the folder's model."""
     act = content.get("hidden_act", "silu")
     if kind == "boost":

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from boost.convert.vocabulary import BOS, Vocabulary, read_generation_settings, 
 from boost.data.tokenizer import parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
+from boost.text import JsonObject
 from boost.train.checkpoint import (
     HUB,
     PREFIX,
@@ -115,7 +115,7 @@ class Imported:
     tokenizer: bool
     untied: int
     """Parameters added by untying the embedding and head."""
-    report: dict[str, Any] | None
+    report: JsonObject | None
     """Report on the factorization; None if the weights were not factorized."""
     notes: list[str]
     """What the source has and the import does not use, and what will go wrong later."""
@@ -242,7 +242,7 @@ def beyond_embedding(vocabulary: Vocabulary | None, model: ModelConfig) -> list[
     ]
 
 
-def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
+def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> JsonObject:
     """Returns the tokenizer metadata of a checkpoint, which generation, evaluation and --start-from read."""
     eos, start, hub = weights.eos, weights.start, weights.hub
     if vocabulary is not None:
@@ -258,7 +258,7 @@ def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str,
     }
 
 
-def weights_config(model: dict[str, Any], dtype: str, context: int) -> Config:
+def weights_config(model: JsonObject, dtype: str, context: int) -> Config:
     """Returns a one-process configuration for a model, with a sequence length and micro-batch suited to evaluation."""
     length = min(context, MAX_SEQ_LEN)
     micro = max(1, min(8, math.floor(8 * 256 / length)))

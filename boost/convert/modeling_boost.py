@@ -55,7 +55,7 @@ class BoostConfig(PretrainedConfig):
     keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012 (transformers reads a plain list)
     # Tensor parallelism by transformers: heads and MLP channels are sharded, latents are replicated. A block's only collectives are
     # two all-reduces of r numbers per token, after A of o and A of down. Activations and latent gates see complete latents.
-    base_model_tp_plan: ClassVar[Any] = {
+    base_model_tp_plan: ClassVar[dict[str, str] | None] = {
         **{f"layers.*.self_attn.{name}_proj.B": "colwise" for name in "qkv"},
         "layers.*.self_attn.o_proj.A": "rowwise",
         **{f"layers.*.mlp.{name}_proj.B": "colwise" for name in ("gate", "up")},
@@ -89,7 +89,7 @@ class BoostConfig(PretrainedConfig):
         nope_layers: list[int] | None = None,
         use_cache: bool = True,
         tie_word_embeddings: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -217,7 +217,7 @@ class BoostBottleneck(nn.Module):
 
 
 def eager_attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+    module: "BoostHeads", q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float, **_: object
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T scaling + mask) v in plain operations, for attn_implementation="eager": returns [B, S, H, E] and weights."""
     k, v = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (k, v))
@@ -260,9 +260,9 @@ class BoostHeads(nn.Module):
         x_BSD: Tensor,
         prev_latents: tuple[Tensor | None, ...],
         rotary: tuple[Tensor, Tensor],
-        attention_mask: Any,
-        past_key_values: Any,
-        **kwargs: Any,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs: object,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Returns the residual update [B, S, D], latents of q, k, v, o, and attention weights if the implementation returns them.
 
@@ -315,7 +315,7 @@ class BoostDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_BSD: Tensor, *prev_latents: Tensor | None, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    def forward(self, x_BSD: Tensor, *prev_latents: Tensor | None, **kwargs: object) -> tuple[Tensor | None, ...]:
         """Returns the residual stream after this block, the attention weights, and the block's seven latents."""
         update, attention_latents, weights = self.self_attn(self.input_layernorm(x_BSD), prev_latents[:4], **kwargs)
         x_BSD = x_BSD + update
@@ -326,7 +326,7 @@ class BoostDecoderLayer(GradientCheckpointingLayer):
 class BoostPreTrainedModel(PreTrainedModel):
     """Common attributes and initialization of the model classes."""
 
-    config_class: Any = BoostConfig
+    config_class: type[BoostConfig] = BoostConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["BoostDecoderLayer"]  # noqa: RUF012
@@ -378,8 +378,8 @@ class BoostModel(BoostPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> "tuple[object, ...] | BaseModelOutputWithPast":
         """Hidden states [B, S, D] for tokens [B, S]; attention_mask [B, tokens so far], 0 for padding on either side."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -423,7 +423,7 @@ class ColaModel(BoostModel):
 
 def _causal_mask(
     config: BoostConfig, x_BSD: Tensor, mask: Tensor | None, positions_S: Tensor, cache: Cache | None, positions: Tensor
-) -> Any:
+) -> object:
     """The mask for the chosen attention implementation; versions of transformers name the arguments differently."""
     supported = inspect.signature(create_causal_mask).parameters
     arguments = {"attention_mask": mask, "position_ids": positions}
@@ -451,8 +451,8 @@ def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) ->
 class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
     """The decoder with a head, whose weight is the embedding's if config.tie_word_embeddings."""
 
-    _tied_weights_keys: ClassVar[Any] = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan: ClassVar[Any] = {"lm_head": "colwise_rep"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: ClassVar[dict[str, str] | None] = {"lm_head": "colwise_rep"}
 
     def __init__(self, config: BoostConfig) -> None:
         super().__init__(config)
@@ -472,8 +472,8 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> "tuple[object, ...] | CausalLMOutputWithPast":
         """Returns logits [B, S, V], only for the last `logits_to_keep` tokens if not 0. With `labels` [B, S], also returns the mean
         next-token cross-entropy (ignoring labels of -100)."""
         loss_kwargs = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}

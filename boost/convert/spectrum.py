@@ -10,7 +10,6 @@ output gradients.
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from boost.config.architecture import SLOTS, Parameter
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
 from boost.models.init import Factorization, factorize
+from boost.text import JsonObject
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,20 @@ class Factorizer:
         yield f"{name}.A", factors.a_RI.to("cpu", dtype)
         yield f"{name}.B", factors.b_OR.to("cpu", dtype)
 
-    def model(self) -> dict[str, Any]:
+    def model(self) -> JsonObject:
         """Returns the result's [model] section once all linears are factorized; `ranks` lists the exceptions to `rank`."""
         ranks = {linear.name: linear.rank for linear in self.linears}
         default = self._truncation.rank or min(max(ranks.values()), self._dense.dim, self._dense.ffn_dim)
         return low_rank_table(self._dense, default, ranks)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """Returns the options, a summary per slot, and every linear."""
         options = {k: v for k, v in asdict(self._truncation).items() if k != "device" and v is not None}
         linears = [asdict(linear) for linear in self.linears]
         return {"asked": options, "slots": slot_rows(self.linears), "linears": linears}
 
 
-def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> dict[str, Any]:
+def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> JsonObject:
     """Returns the [model] section of an svd model with a dense model's shape. `ranks`: rank of every linear; those that differ from
     `rank` are listed by slot if all blocks have the same rank, else by linear."""
     exceptions: dict[str, int] = {}
@@ -110,7 +110,7 @@ def low_rank_table(dense: ModelConfig, rank: int, ranks: Mapping[str, int]) -> d
     return {**dense.model_dump(exclude={"family"}), "family": "svd", "rank": rank, "ranks": exceptions}
 
 
-def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, Any]]:
+def slot_rows(linears: list[FactoredLinear]) -> list[dict[str, object]]:
     """Summarizes each of the seven slots over all blocks for the report; energy is averaged and cost is summed."""
     rows = []
     for slot in SLOTS:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,7 @@ from boost.config.schema import ModelConfig
 from boost.convert.formats import Entry, read_json
 from boost.errors import CheckpointError, StorageError
 from boost.paths import file_name
+from boost.text import JsonObject
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -32,7 +33,7 @@ class Weights(Protocol):
     starts_as_tokenizer: bool
     """Whether a tokenizer determines the start token; `start` then applies only if there is no tokenizer."""
     tokenizer: Path | None
-    hub: dict[str, Any]
+    hub: JsonObject
     """Settings of the original Hugging Face folder (`boost.convert.vocabulary`)."""
     notes: list[str]
     """What the folder has and an import does not use."""

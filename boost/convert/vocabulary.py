@@ -3,16 +3,17 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.convert.formats import read_json
 from boost.data.chat import Message, load_chat_template
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 from boost.paths import file_name, read_text
+from boost.text import JsonObject
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.checkpoint.commit import STATE_FILE
 
@@ -47,7 +48,7 @@ class Vocabulary:
     """Id of the end-of-document token, if known."""
     start: int | None
     """Id of the token that the tokenizer prepends to every text, regardless of the bos_token that its folder names."""
-    hub: dict[str, Any] = field(default_factory=dict)
+    hub: JsonObject = field(default_factory=dict)
     """Other settings, if the folder has them: `tokenizer` (special tokens), `chat_templates`."""
 
 
@@ -94,8 +95,8 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 def tokenizer_files(
-    text: str, eos: int | None, bos: int | None, start: int | None, context: int, hub: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
+    text: str, eos: int | None, bos: int | None, start: int | None, context: int, hub: JsonObject
+) -> tuple[str, JsonObject]:
     """Returns the contents of `tokenizer.json` and `tokenizer_config.json`, with which transformers encodes a prompt as
     `boost generate` does. `merged_tokenizer_config` says how text that matches a special token is encoded.
 
@@ -106,7 +107,7 @@ def tokenizer_files(
     original = content.get("post_processor")
     name = None if start is None else _name(tokenizer, start) or f"<{start}>"
     content["post_processor"] = exported = _post_processor(original, name, start)
-    ours: dict[str, Any] = {
+    ours: JsonObject = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
@@ -133,12 +134,12 @@ def _name(tokenizer: "Tokenizer", token: int) -> str | None:
     return name
 
 
-def _post_processor(original: dict[str, Any] | None, name: str | None, start: int | None) -> dict[str, Any] | None:
+def _post_processor(original: JsonObject | None, name: str | None, start: int | None) -> JsonObject | None:
     """Returns a post_processor that prepends the token `start`. Keeps ByteLevel, which adds no tokens and only fixes offsets."""
     parts = original["processors"] if original and original["type"] == "Sequence" else [original]
     processors = [part for part in parts if part and part["type"] == "ByteLevel"]
     if start is not None:
-        first: list[dict[str, Any]] = [{"SpecialToken": {"id": name, "type_id": 0}}]
+        first: list[JsonObject] = [{"SpecialToken": {"id": name, "type_id": 0}}]
         a, b = ({"Sequence": {"id": sequence, "type_id": 0}} for sequence in "AB")
         special = {name: {"id": name, "ids": [start], "tokens": [name]}}
         single, pair = [*first, a], [*first, a, b]
@@ -151,7 +152,7 @@ def _post_processor(original: dict[str, Any] | None, name: str | None, start: in
 # Chat templates and generation settings.
 
 
-def read_generation_settings(folder: Path) -> dict[str, Any]:
+def read_generation_settings(folder: Path) -> JsonObject:
     """Returns {"generation": ...}, or {} if the folder has no such settings. Raises ConfigError if the file is damaged."""
     generation = read_json(folder / "generation_config.json", "fix or remove it")
     generation = {key: value for key, value in generation.items() if key != "transformers_version"}
@@ -161,7 +162,7 @@ def read_generation_settings(folder: Path) -> dict[str, Any]:
     return {"generation": generation} if generation else {}
 
 
-def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _templates(folder: Path, config: JsonObject) -> dict[str, str]:
     """Returns chat templates by name. They are in tokenizer_config.json (one, or a list) or in separate files, which transformers 5
     writes and which take precedence."""
     value = config.get("chat_template")
@@ -198,7 +199,7 @@ def template_files(checkpoint: Checkpoint) -> dict[str, str]:
     return files
 
 
-def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
+def merged_tokenizer_config(ours: JsonObject, hub: JsonObject) -> JsonObject:
     """Returns our `tokenizer_config.json` with the folder's special tokens, padding side and truncation side.
 
     Text that matches a special token is encoded as ordinary text, as in training. Models with a chat template are the exception,
@@ -232,7 +233,7 @@ def load_template_of(checkpoint: Checkpoint) -> Callable[[list[Message]], str] |
         return load_chat_template(folder)
 
 
-def merged_generation_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
+def merged_generation_config(ours: JsonObject, hub: JsonObject) -> JsonObject:
     """Returns the folder's `generation_config.json`, with our values as defaults. The run's own eos always ends generation."""
     merged = {**ours, **hub.get("generation", {})}
     eos, ends = ours.get("eos_token_id"), merged.get("eos_token_id")
@@ -242,7 +243,7 @@ def merged_generation_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[
     return merged
 
 
-def end_tokens(data: Mapping[str, Any]) -> list[int]:
+def end_tokens(data: JsonObject) -> list[int]:
     """Ids of the tokens that end a text: the eos tokens of a checkpoint's `data` and of the folder it was imported from."""
     ours = {} if data.get("eos") is None else {"eos_token_id": data["eos"]}
     ends = merged_generation_config(ours, data.get(HUB) or {}).get("eos_token_id")

@@ -4,7 +4,7 @@ import hashlib
 import os
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -55,13 +55,13 @@ class BlockDigests:
 
 
 class FileArray:
-    """A file of numbers in one dtype, as a read-only array; slices are read on access.
+    """A file of integers in one dtype, as a read-only array; slices are read on access.
 
     This is not a memory map. If the file is truncated or the disk fails, a memory map kills the process with SIGBUS; this class
     raises `DataError`. The file stays open, so replacing it does not affect this reader.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
         self.path, self.dtype = path, dtype
         try:
             require_regular(path)
@@ -74,7 +74,11 @@ class FileArray:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, where: int | slice) -> Any:
+    @overload
+    def __getitem__(self, where: int) -> int: ...
+    @overload
+    def __getitem__(self, where: slice) -> npt.NDArray[np.integer]: ...
+    def __getitem__(self, where: int | slice) -> int | npt.NDArray[np.integer]:
         if isinstance(where, slice):
             start, stop, step = where.indices(self._length)
             assert step == 1, "only contiguous slices are supported"
@@ -82,12 +86,12 @@ class FileArray:
         index = where + self._length if where < 0 else where
         if not 0 <= index < self._length:
             raise IndexError(where)
-        return self._read(index, 1)[0]
+        return int(self._read(index, 1)[0])
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.integer]:
         return np.asarray(self[:], dtype=dtype)
 
-    def _read(self, start: int, length: int) -> npt.NDArray[Any]:
+    def _read(self, start: int, length: int) -> npt.NDArray[np.integer]:
         data = self.read_bytes(start * self.dtype.itemsize, length * self.dtype.itemsize)
         return np.frombuffer(data, dtype=self.dtype)
 

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from boost.data.tokenizer import PlainText, by_transformers
 from boost.errors import ConfigError, DataError
+from boost.text import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 Message = dict[str, str]
 """`{"role": "user" | "assistant" | "system", "content": text}`."""
@@ -42,7 +46,7 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
     return render
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path) -> "PreTrainedTokenizerFast":
     """The transformers tokenizer in a folder."""
     try:
         return by_transformers(folder)
@@ -77,14 +81,14 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content list that are text."""
 
 
-def joined(content: Any) -> Any:
+def joined(content: object) -> object:
     """The text in a list of parts; text unchanged."""
     if not isinstance(content, list):
         return content
     return "".join(part["text"] for part in content if part.get("type", "text") in TEXT_PARTS)
 
 
-def _called(call: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _called(call: JsonObject, change: Callable[[object], object]) -> JsonObject:
     """A tool call with changed arguments."""
     function = call.get("function", call)
     if not isinstance(function, dict) or "arguments" not in function:
@@ -93,7 +97,7 @@ def _called(call: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any
     return {**call, "function": function} if "function" in call else function
 
 
-def _in_form(value: Any, forms: tuple[str, ...]) -> Any:
+def _in_form(value: object, forms: tuple[str, ...]) -> object:
     """The arguments of a tool call, as text or as an object. Raises Rejected if they are not JSON."""
     content = value
     if isinstance(value, str):
@@ -131,8 +135,10 @@ class ChatTemplate:
         """Number of answers so far whose end-of-turn token does not count toward the loss: the model does not learn to stop."""
         self._special = set(self._tokenizer.all_special_ids)
         self._plain = PlainText(self._tokenizer.backend_tokenizer)
-        self._reads: dict[tuple[str, str], Any] = {}
-        """What a template reads, by (template, subject): see `_reads_parts` and `_reads_arguments`."""
+        self._reads: dict[tuple[str, str], bool] = {}
+        """What a template reads, by (template, subject): see `_reads_parts` and `_reads_null`."""
+        self._forms: dict[str, tuple[str, ...]] = {}
+        """Forms of tool-call arguments by template: see `_reads_arguments`."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", *parameters} - {"tools", "documents"}
 
@@ -143,7 +149,7 @@ class ChatTemplate:
             role: str(token) for role, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)
         }
 
-    def unused(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[str]:
+    def unused(self, messages: Sequence[JsonObject], fields: Mapping[str, object]) -> Iterator[str]:
         """Describes the parts of a conversation that the template does not use, or not in this form."""
         variables = {name: value for name, value in fields.items() if name not in self._reserved}
         yield from self._adapted(messages, variables)[1]
@@ -159,7 +165,7 @@ class ChatTemplate:
             if self._probed(without, variables) == self._probed(messages, variables):
                 yield f"with {name!r} in a message, which the chat template does not use"
 
-    def encode(self, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any] | None = None) -> list[Encoded]:
+    def encode(self, messages: Sequence[JsonObject], fields: Mapping[str, object] | None = None) -> list[Encoded]:
         """Returns the conversation as one document. If the template formats a message differently once other messages follow it
         (for example, drops its reasoning), returns one document per assistant message, in which only that message counts.
 
@@ -185,13 +191,11 @@ class ChatTemplate:
                 raise Rejected("without a token that counts toward the loss")
         return documents
 
-    def _source(self, variables: dict[str, Any]) -> str:
+    def _source(self, variables: JsonObject) -> str:
         """The template for a conversation: transformers may choose another one for a conversation with tools."""
         return str(self._tokenizer.get_chat_template(tools=variables.get("tools")))
 
-    def _adapted(
-        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], list[str]]:
+    def _adapted(self, messages: Sequence[JsonObject], variables: JsonObject) -> tuple[list[JsonObject], list[str]]:
         """The messages in the form that the template reads, and notes on what was changed. Raises Rejected."""
         source, adapted, notes = self._source(variables), [dict(message) for message in messages], dict[str, None]()
         if any(message["content"] is None for message in adapted) and not self._reads_null(source, adapted, variables):
@@ -221,9 +225,7 @@ class ChatTemplate:
                     )
         return adapted, list(notes)
 
-    def _reads_parts(
-        self, source: str, role: str, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
-    ) -> bool:
+    def _reads_parts(self, source: str, role: str, messages: Sequence[JsonObject], variables: JsonObject) -> bool:
         """Whether the template reads a list of parts as content of this role, rather than text."""
         if (source, role) not in self._reads:
             part = {"type": "text", "text": "boost_probe"}
@@ -236,9 +238,9 @@ class ChatTemplate:
             text = self._probed(probe, variables)
             is_read = "boost_probe" in text and not any(form in text for form in (str(part), json.dumps(part)))
             self._reads[source, role] = is_read
-        return bool(self._reads[source, role])
+        return self._reads[source, role]
 
-    def _reads_null(self, source: str, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> bool:
+    def _reads_null(self, source: str, messages: Sequence[JsonObject], variables: JsonObject) -> bool:
         """Whether the template reads null as no content, rather than as the word None."""
         if (source, "null") not in self._reads:
             empty, null = (
@@ -249,17 +251,14 @@ class ChatTemplate:
                 for text in ("", None)
             )
             self._reads[source, "null"] = bool(null) and null.count("None") <= empty.count("None")
-        return bool(self._reads[source, "null"])
+        return self._reads[source, "null"]
 
-    def _reads_arguments(
-        self, source: str, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
-    ) -> tuple[str, ...]:
+    def _reads_arguments(self, source: str, messages: Sequence[JsonObject], variables: JsonObject) -> tuple[str, ...]:
         """The forms of tool-call arguments of which the template makes JSON: an object for `tojson`, text for concatenation. If it
         makes JSON of neither, it writes the values of an object in its own format."""
-        key = (source, "arguments of tool calls")
-        if key not in self._reads:
+        if source not in self._forms:
             texts = {}
-            probes: dict[str, Callable[[Any], Any]] = {
+            probes: dict[str, Callable[[object], object]] = {
                 "an object": lambda _: _PROBE,
                 "text": lambda _: json.dumps(_PROBE),
             }
@@ -272,19 +271,16 @@ class ChatTemplate:
                 texts[form] = self._probed(probe, variables)
             forms = tuple(form for form, text in texts.items() if _PROBE_JSON.search(text))
             own_format = "boost_probe" in texts["an object"] and str(_PROBE) not in texts["an object"]
-            self._reads[key] = forms or (("an object",) if own_format else tuple(texts))
-        found: tuple[str, ...] = self._reads[key]
-        return found
+            self._forms[source] = forms or (("an object",) if own_format else tuple(texts))
+        return self._forms[source]
 
-    def _probed(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+    def _probed(self, messages: Sequence[JsonObject], variables: JsonObject) -> str:
         try:
             return self._render(messages, variables)
         except _template_errors():
             return ""
 
-    def _by_markers(
-        self, messages: Sequence[dict[str, Any]], counts: Sequence[bool], variables: dict[str, Any]
-    ) -> Encoded:
+    def _by_markers(self, messages: Sequence[JsonObject], counts: Sequence[bool], variables: JsonObject) -> Encoded:
         encoded = self._tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **variables
         )
@@ -308,7 +304,7 @@ class ChatTemplate:
         return Encoded(ids, mask, self._render(messages, variables))
 
     def _by_prefixes(
-        self, messages: Sequence[dict[str, Any]], counts: Sequence[bool], variables: dict[str, Any]
+        self, messages: Sequence[JsonObject], counts: Sequence[bool], variables: JsonObject
     ) -> list[Encoded]:
         whole, spans, stable = self._render(messages, variables), list[tuple[str, int]](), True
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -322,7 +318,7 @@ class ChatTemplate:
             return [self._tokenized(whole, [(start, len(answered)) for answered, start in spans])]
         return [self._tokenized(answered, [(start, len(answered))]) for answered, start in spans]
 
-    def _start(self, before: Sequence[dict[str, Any]], answered: str, variables: dict[str, Any]) -> int:
+    def _start(self, before: Sequence[JsonObject], answered: str, variables: JsonObject) -> int:
         """Where the answer to the messages `before` starts in the formatted text. Raises Rejected."""
         if before:
             prompt = self._render(before, variables, prompt=True)
@@ -335,7 +331,7 @@ class ChatTemplate:
                 return answered.index(header) + len(header)
         raise Rejected("with a chat-template prompt that is not a prefix of the formatted conversation")
 
-    def _render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[JsonObject], variables: JsonObject, prompt: bool = False) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=prompt, **variables

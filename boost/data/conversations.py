@@ -14,10 +14,14 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from boost.data.readers import SURROGATE, Document, json_records
 from boost.data.report import FileReport, PrepareReport
+from boost.text import JsonObject
+
+if TYPE_CHECKING:
+    from pyarrow import DataType, Table
 
 _ROLES = {
     "human": "user", "user": "user", "prompter": "user",
@@ -44,15 +48,15 @@ class Malformed(Exception):
 class Conversation(NamedTuple):
     """The content of a record."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     """The messages up to the last assistant message. A message that does not count toward the loss has `weight` 0."""
-    template: dict[str, Any]
+    template: JsonObject
     """Additional variables for the chat template, such as `tools`."""
     unused: list[str]
     """Fields in the record that have no effect."""
 
 
-def conversation_of(record: Any) -> Conversation:
+def conversation_of(record: object) -> Conversation:
     """The conversation in a record. Raises Malformed."""
     if not isinstance(record, dict):
         raise Malformed(f"not an object, but {_kind(record)}")
@@ -80,7 +84,7 @@ def conversation_of(record: Any) -> Conversation:
     return Conversation(messages, template, [key for key in record if key not in used])
 
 
-def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+def _by_form(record: JsonObject) -> tuple[tuple[str, ...], list[JsonObject]]:
     """(fields that hold the messages, messages)."""
     if isinstance(record.get("messages"), list):
         return ("messages",), [_message(message, "role", "content") for message in record["messages"]]
@@ -112,8 +116,8 @@ def _by_form(record: dict[str, Any]) -> tuple[tuple[str, ...], list[dict[str, An
     raise Malformed("without 'messages', 'conversations', 'instruction' and 'output', or 'prompt' and 'completion'")
 
 
-def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+def _template_fields(record: JsonObject) -> JsonObject:
+    fields: JsonObject = {}
     more = record.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
         raise Malformed(f"with {_kind(more)} as 'chat_template_kwargs', not an object")
@@ -129,26 +133,26 @@ def _template_fields(record: dict[str, Any]) -> dict[str, Any]:
     return {**more, **fields}
 
 
-def _decoded(text: str, name: str) -> Any:
+def _decoded(text: str, name: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise Malformed(f"with text as {name!r} that is not JSON") from None
 
 
-def _refuse(fields: dict[str, Any]) -> None:
+def _refuse(fields: JsonObject) -> None:
     for name in _REFUSED:
         if fields.get(name):
             raise Malformed(f"with {name!r}, which is not supported")
 
 
-def _exchange(asked: str, answered: str) -> list[dict[str, Any]]:
+def _exchange(asked: str, answered: str) -> list[JsonObject]:
     if not answered.strip():
         raise Malformed("with an empty answer")
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
 
 
-def _message(message: Any, role: str, content: str) -> dict[str, Any]:
+def _message(message: object, role: str, content: str) -> JsonObject:
     """Returns a message with the keys `role` and `content`. Other keys, such as tool_calls, are kept for the template."""
     if not isinstance(message, dict) or not isinstance(message.get(role), str):
         raise Malformed(f"with a message without {role!r}")
@@ -181,7 +185,7 @@ def _message(message: Any, role: str, content: str) -> dict[str, Any]:
     return {"role": _ROLES[message[role]], "content": text, **others}
 
 
-def _text(value: Any, field: str) -> str:
+def _text(value: object, field: str) -> str:
     """Returns text unchanged; joins the texts in a list of parts, as in the OpenAI API."""
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
@@ -190,12 +194,12 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def document_of(record: Any, key: str, where: str, entry: FileReport) -> Document | None:
+def document_of(record: object, key: str, where: str, entry: FileReport) -> Document | None:
     """A conversation as a document, whose text is JSON with messages and template variables. None if it is skipped."""
     try:
         messages, template, unused = conversation_of(record)
@@ -216,14 +220,14 @@ def read_conversations(path: Path, key: str, entry: FileReport, report: PrepareR
             yield document
 
 
-def records_of(table: Any) -> Iterator[dict[str, Any]]:
+def records_of(table: "Table") -> Iterator[JsonObject]:
     """The rows of a pyarrow table as in JSON lines."""
     types = {field.name: field.type for field in table.schema}
     for row in table.to_pylist():
         yield {name: _from_arrow(value, types[name]) for name, value in row.items()}
 
 
-def _from_arrow(value: Any, kind: Any) -> Any:
+def _from_arrow(value: Any, kind: "DataType") -> object:
     """A value as in JSON lines: without the nulls that Arrow adds for fields of other records, and with columns of JSON decoded."""
     from pyarrow import types
 
@@ -239,7 +243,7 @@ def _from_arrow(value: Any, kind: Any) -> Any:
     return dict(value) if types.is_map(kind) else value
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
     """A row of `datasets` without the nulls that Arrow adds for fields of other records."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ class TokenFile:
     """A .bin file with ids. `ends` [n_documents]: the number of ids up to the end of each document; None: documents end at eos."""
 
     path: Path
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.integer]
     split: str | None = None
     """The split of all documents in the file; None: the hash of each document decides."""
     index: Path | None = None
@@ -65,7 +65,7 @@ class TokenFile:
         """The files that it consists of."""
         return [self.path] if self.index is None else [self.path, self.index]
 
-    def pieces(self, eos: int) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+    def pieces(self, eos: int) -> Iterator[tuple[npt.NDArray[np.integer], bool]]:
         """Yields consecutive ids of one document, not validated, and whether the document ends with them."""
         ids, start = FileArray(self.path, self.dtype), self.header
         for end in map(int, _ends_at_eos(ids, eos, start) if self.ends is None else self.ends):
@@ -173,7 +173,7 @@ class _Part:
 
     key: str
     split: str | None
-    ids: npt.NDArray[Any]
+    ids: npt.NDArray[np.integer]
     end: bool
     entry: FileReport
 
@@ -191,7 +191,7 @@ class TokenInput:
         self._stats = {path: path.stat() for file in self.files for path in file.paths()}
         self.size = sum(about.st_size for about in self._stats.values())
 
-    def fingerprint(self) -> list[Any]:
+    def fingerprint(self) -> list[object]:
         """Identifies the input without reading it (see `Source`)."""
         return [[[path.name, a.st_size, a.st_mtime_ns] for path, a in self._stats.items()], self._dtype]
 
@@ -274,7 +274,7 @@ def build_from_tokens(
         writer.finish(tokenizer.to_str(), meta, report.details())
 
 
-def byte_counter(tokenizer: "Tokenizer") -> Callable[[npt.NDArray[Any]], int]:
+def byte_counter(tokenizer: "Tokenizer") -> Callable[[npt.NDArray[np.integer]], int]:
     """Returns a function that counts the UTF-8 bytes in the text of ids, without special tokens. A store records this count for
     computing bits per byte.
 
@@ -282,7 +282,7 @@ def byte_counter(tokenizer: "Tokenizer") -> Callable[[npt.NDArray[Any]], int]:
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
-    def decoded(ids: npt.NDArray[Any]) -> int:
+    def decoded(ids: npt.NDArray[np.integer]) -> int:
         pieces = (ids[at : at + _DECODED_IDS].tolist() for at in range(0, len(ids), _DECODED_IDS))
         return sum(len(tokenizer.decode(piece, skip_special_tokens=True).encode("utf-8")) for piece in pieces)
 

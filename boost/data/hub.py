@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from boost.data.conversations import document_of, without_nulls
 from boost.data.readers import Document, accept, note_unread, require
 from boost.data.report import PrepareReport
 from boost.errors import DataError
+from boost.text import JsonObject
 
 READ_RETRIES = 720
 """How many times `datasets` retries a failed read, 5 s apart: for an hour instead of two minutes."""
@@ -48,8 +49,7 @@ class HubSource:
         self.split, self.text_field, self.revision, self.chat = split, text_field, revision, chat
         self._commit: str | None = None
         self.name = f"Hugging Face {spec} ({split})"
-        self._stream: Any = None
-        self._mark: dict[str, Any] = {"stream": None, "row": 0, "next": None}
+        self._mark: JsonObject = {"stream": None, "row": 0, "next": None}
         """A recent state of the stream, the number of the row that follows it, and that row's digest."""
         self._row = self._consumed = 0
         if Path(self.dataset).exists():
@@ -58,7 +58,7 @@ class HubSource:
             raise DataError(f"--hf {spec}: not a dataset name; expected OWNER/NAME or OWNER/NAME:CONFIG")
 
     def documents(
-        self, report: PrepareReport, position: dict[str, Any] | None = None, entries: Sequence[dict[str, Any]] = ()
+        self, report: PrepareReport, position: JsonObject | None = None, entries: Sequence[JsonObject] = ()
     ) -> Iterator[Document]:
         """Yields the rows with text. `position`: where to continue, with the report's numbers taken from `entries`."""
         entry = report.source(self.name).file(self.dataset)
@@ -93,12 +93,12 @@ class HubSource:
                 self._consumed = report.consumed
                 yield document
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> JsonObject:
         """The position after the last row."""
         state = {"mark": self._mark, "row": self._row, "consumed": self._consumed}
         return state | ({"commit": self._commit} if self._commit else {})
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _rows(self) -> Iterator[JsonObject]:
         """The rows from the mark on, which advances with them. Raises `StreamError`, also if the first row is not the mark's: a
         version of `datasets` may continue elsewhere than at the state that it is given."""
         datasets = require("datasets", "a Hugging Face dataset")
@@ -107,12 +107,12 @@ class HubSource:
             try:
                 self._commit = self._commit or commit_of(self.dataset, self.revision)
                 # Never trust_remote_code: a dataset is data, not a program.
-                self._stream = datasets.load_dataset(
+                stream = datasets.load_dataset(
                     self.dataset, self.config, split=self.split, streaming=True, revision=self._commit or self.revision
                 )
                 if self._mark["stream"] is not None:
-                    self._stream.load_state_dict(self._mark["stream"])
-                rows, state, number = iter(self._stream), self._mark["stream"], self._mark["row"]
+                    stream.load_state_dict(self._mark["stream"])
+                rows, state, number = iter(stream), self._mark["stream"], self._mark["row"]
                 while (row := next(rows, None)) is not None:
                     if number == self._mark["row"] and self._mark["next"] not in (None, _digest(row)):
                         raise DataError(
@@ -123,7 +123,7 @@ class HubSource:
                         self._mark = {"stream": state, "row": number, "next": _digest(row)}
                     yield row
                     number += 1
-                    state = self._stream.state_dict() if number % MARK_ROWS == 0 else None
+                    state = stream.state_dict() if number % MARK_ROWS == 0 else None
             except DataError:
                 raise
             except Exception as error:
@@ -134,11 +134,11 @@ class HubSource:
                     line, fix = f"{line} (after row {self._row})", "run the command again when the network is back"
                 raise StreamError(f"--hf {self.dataset}: {type(error).__name__}: {line}; {fix}") from error
 
-    def fingerprint(self) -> list[Any]:
+    def fingerprint(self) -> list[object]:
         return [self.dataset, self.config, self.split, *([self.revision] if self.revision else [])]
 
 
-def _digest(row: dict[str, Any]) -> str:
+def _digest(row: object) -> str:
     return hashlib.sha256(repr(row).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -155,7 +155,7 @@ def commit_of(dataset: str, revision: str | None) -> str | None:
 
 
 @contextmanager
-def quiet_datasets(what: str) -> Iterator[Any]:
+def quiet_datasets(what: str) -> Iterator[ModuleType]:
     """The module `datasets`, without progress bars and log lines. Raises `DataError` if it is missing; `what` needs it."""
     datasets = require("datasets", what)
     bars, level = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()

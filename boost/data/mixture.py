@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from boost.data.store import Split, TokenStore
 from boost.errors import ConfigError, DataError
+from boost.text import JsonObject
 
 
 class Proportions:
@@ -131,7 +131,7 @@ class Corpus:
         parts = tuple(store.split(name) for store in self.stores)
         return parts[0] if len(parts) == 1 else MixedSplit(parts, self.weights, self.names)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """What a checkpoint records about its data: `content`, the seed and the batch size determine the order of the data."""
         first = self.stores[0]
         common = {"tokenizer": first.fingerprint, "eos": first.eos}

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from boost.data.chat import ChatTemplate, Encoded, Rejected
 from boost.data.encode import Encoder, split_text
@@ -38,6 +39,7 @@ from boost.data.tokenizer import (
 from boost.data.writer import TokenWriter, locked, new_store, read_progress, remove, save_progress, sibling, store_meta
 from boost.errors import DataError
 from boost.format import format_count
+from boost.text import JsonObject
 from boost.version import __version__
 
 if TYPE_CHECKING:
@@ -144,7 +146,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
     )
 
 
-def _progress_of(options: PrepareOptions, fingerprint: str) -> dict[str, Any] | None:
+def _progress_of(options: PrepareOptions, fingerprint: str) -> JsonObject | None:
     """What an interrupted run of the same command has committed. Raises `DataError` if the interrupted command was different."""
     saved = read_progress(options.out)
     if saved is None or saved["fingerprint"] == fingerprint:
@@ -248,9 +250,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
     return False
 
 
-def _build(
-    options: PrepareOptions, reading: Reading, fingerprint: str, folder: Path, saved: dict[str, Any] | None
-) -> None:
+def _build(options: PrepareOptions, reading: Reading, fingerprint: str, folder: Path, saved: JsonObject | None) -> None:
     """Reads the sources and fills the folder of a new store, or continues from `saved`."""
     if saved is None:
         rule, tokenizer, eos, notes = _begin(options, reading)
@@ -369,14 +369,16 @@ def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:
 class MaskedWriter(TokenWriter):
     """A `TokenWriter` that also writes which tokens count toward the loss."""
 
-    def __init__(self, folder: Path, dtype: "np.dtype[Any]", eos: int) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype[np.integer], eos: int) -> None:
         super().__init__(folder, dtype, eos)
         for sizes in self.sizes.values():
             sizes.update(targets=0, target_spans=0, target_bytes=0)
         for name in SPLITS:
             self._open[f"{name}.targets"] = self._create(f"{name}.targets")
 
-    def append_conversation(self, split: str, document: Encoded, text_of: Callable[[Any], str]) -> None:
+    def append_conversation(
+        self, split: str, document: Encoded, text_of: Callable[[npt.NDArray[np.int64]], str]
+    ) -> None:
         """Appends one document. An end-of-document token in the conversation keeps its mask; an added one counts if the token
         before it counts. `text_of` returns the text of tokens, whose bytes are counted."""
         ids, mask = document.ids, np.append(document.mask, document.mask[-1:])

@@ -19,12 +19,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any
 
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 from boost.format import format_bytes, format_count
-from boost.text import foreign_encoding
+from boost.text import JsonObject, foreign_encoding
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 # Longer text is split into several documents, all of which are kept. A document of 1M characters is longer than any context
 # window, so the added boundaries barely affect training.
@@ -91,7 +95,7 @@ def read_text(path: Path, key: str, entry: FileReport, report: PrepareReport) ->
 # ---- Text in every format: what is skipped, how line breaks are normalized, where long text is split
 
 
-def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
+def accept(text: object, key: str, where: str, entry: FileReport) -> Document | None:
     """Returns a document for the text, or returns None and records the reason in the report."""
     if not isinstance(text, str):
         entry.skip("with a text field that is not a string", f"{where}: {type(text).__name__}".removeprefix(": "))
@@ -195,10 +199,10 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
     compression = _COMPRESSION.get(path.suffix.lower(), "")
     try:
         with path.open("rb", buffering=0) as raw:
-            counted: Any = _Counted(raw, report)
+            counted = _Counted(raw, report)
             match compression:
                 case "gzip":
-                    opened: Any = gzip.GzipFile(fileobj=counted)
+                    opened: io.RawIOBase | io.BufferedIOBase = gzip.GzipFile(fileobj=counted)
                 case "bzip2":
                     opened = bz2.BZ2File(counted)
                 case "xz":
@@ -207,7 +211,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
                     opened = require("pyarrow", "zstd files").CompressedInputStream(counted, "zstd")
                 case _:
                     opened = counted
-            file = io.BufferedReader(opened, CHUNK)
+            file: io.BufferedReader = io.BufferedReader(opened, CHUNK)
             if encoding := _foreign_codec(file.peek(200)[:200]):
                 entry.note(f"encoded in {encoding.upper()[:6]}, converted to UTF-8")
                 file = io.BufferedReader(_Pieces(_transcoded(file, encoding)), CHUNK)
@@ -227,7 +231,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
 class _Counted(io.RawIOBase):
     """A file whose reads advance the progress bar."""
 
-    def __init__(self, file: Any, report: PrepareReport) -> None:
+    def __init__(self, file: io.RawIOBase, report: PrepareReport) -> None:
         self._file, self._report = file, report
 
     def readable(self) -> bool:
@@ -239,7 +243,7 @@ class _Counted(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         return int(self._file.seek(offset, whence))
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         count = int(self._file.readinto(buffer))
         self._report.consumed += count
         return count
@@ -254,17 +258,18 @@ class _Pieces(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         while not self._ready:
             if (piece := next(self._pieces, None)) is None:
                 return 0
             self._ready = piece
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        view = memoryview(buffer)
+        count = min(len(view), len(self._ready))
+        view[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
 
-def _xz_streams(file: IO[bytes]) -> Iterator[bytes]:
+def _xz_streams(file: io.RawIOBase) -> Iterator[bytes]:
     """The content of xz streams one after another, with padding between and after them, which `lzma.LZMAFile` takes for damage or
     for the end."""
     decompressor: lzma.LZMADecompressor | None = lzma.LZMADecompressor()
@@ -334,8 +339,8 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
 
 
 def json_records(
-    path: Path, entry: FileReport, report: PrepareReport, is_record: Callable[[dict[str, Any]], bool]
-) -> Iterator[tuple[int, str, Any]]:
+    path: Path, entry: FileReport, report: PrepareReport, is_record: Callable[[JsonObject], bool]
+) -> Iterator[tuple[int, str, object]]:
     """Yields (number from 1, description of the position, value) for each record in a JSON file. If the file is one object that is
     no record but wraps a list of them, as in {"version": ..., "data": [...]}, reads that list. Raises `Unreadable`."""
     found = _json_values(path, entry, report)
@@ -356,7 +361,7 @@ def json_records(
     yield from chain(first, found)
 
 
-def _json_values(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
+def _json_values(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, object]]:
     """The values in a file of JSON lines, or in an array. Bad lines are skipped and reported."""
     with open_utf8(path, entry, report) as file:
         head = bytes(file.peek(CHUNK)).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -389,7 +394,7 @@ def _json_values(path: Path, entry: FileReport, report: PrepareReport) -> Iterat
                     yield number, where, value
 
 
-def _whole_json(file: IO[bytes]) -> list[Any]:
+def _whole_json(file: IO[bytes]) -> list[object]:
     """Returns the elements of a JSON array, or a list with one value. Raises `Unreadable`.
 
     `datasets` infers a type per column of an array, and so changes values: dates in text, digits of numbers, text among lists.
@@ -415,7 +420,7 @@ def read_json(
 ) -> Iterator[Document]:
     names = [text_field] if text_field else ["text", "content"]
 
-    def records(entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, Any]]:
+    def records(entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, object]]:
         return json_records(
             path, entry, report, lambda record: any(isinstance(record.get(name), str) for name in names)
         )
@@ -444,7 +449,7 @@ def read_json(
     note_unread(entry, unread - {field})
 
 
-def require(module: str, what: str) -> Any:
+def require(module: str, what: str) -> ModuleType:
     """Imports a module from an optional package. Raises `DataError` with the install command if it is missing."""
     try:
         return importlib.import_module(module)

@@ -6,7 +6,6 @@ unchanged sizes and times; they are reread from the start of their source up to 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from boost.data.hub import HubSource
 from boost.data.options import Progress
@@ -14,6 +13,7 @@ from boost.data.readers import Document
 from boost.data.report import PrepareReport
 from boost.data.sources import AGAIN, Source
 from boost.errors import DataError
+from boost.text import JsonObject
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Reading:
         self._begun: list[_Begun] = []
 
     def documents(
-        self, phase: str, is_full: Callable[[str], bool] = lambda split: False, saved: Sequence[dict[str, Any]] = ()
+        self, phase: str, is_full: Callable[[str], bool] = lambda split: False, saved: Sequence[JsonObject] = ()
     ) -> Iterator[Document]:
         """Makes one pass, with a new report. `is_full(split)`: whether the split needs no more documents. `saved`: the `position`
         to continue from."""
@@ -68,7 +68,7 @@ class Reading:
                         break
 
     def _read(
-        self, source: Source, split: str, mark: dict[str, Any] | None, finished: bool, is_over: Callable[[str], bool]
+        self, source: Source, split: str, mark: JsonObject | None, finished: bool, is_over: Callable[[str], bool]
     ) -> Iterator[Document]:
         """The documents from one source after its mark; none if the mark is at its end (`finished`)."""
         self._begun.append(begun := _Begun(source, len(self.report.sources)))
@@ -97,7 +97,7 @@ class Reading:
         if begun.documents < again:
             raise DataError(f"{source.name} has fewer documents than before the interruption; {AGAIN}")
 
-    def position(self) -> list[dict[str, Any]]:
+    def position(self) -> list[JsonObject]:
         """The position of this pass, as JSON values. Includes token counts, so all documents so far must have been written."""
         return [
             {

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from boost.text import printable
+from boost.text import JsonObject, printable
 
 # Enough examples to find the problem, without keeping a string for each of ten million bad lines.
 MAX_EXAMPLES = 5
@@ -51,7 +50,7 @@ class FileReport:
         """Counts one document or file to which the note `what` applies, such as normalized line breaks."""
         self.notes.setdefault(printable(what), Skip()).add(printable(where))
 
-    def restore(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: JsonObject) -> None:
         """Inverse of `asdict`: restores the counts, skips and notes."""
         self.documents, self.bytes, self.tokens = (int(saved[key]) for key in ("documents", "bytes", "tokens"))
         for what in ("skipped", "notes"):
@@ -74,21 +73,21 @@ class SourceReport:
         self.files.append(FileReport(name))
         return self.files[-1]
 
-    def restore(self, saved: list[dict[str, Any]]) -> None:
+    def restore(self, saved: list[JsonObject]) -> None:
         """Restores the entries of all files (`FileReport.restore`), adding entries for files that have none yet."""
         for missing in saved[len(self.files) :]:
             self.file(missing["name"])
         for entry, numbers in zip(self.files, saved, strict=True):
             entry.restore(numbers)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Totals over this source's files; `files` counts those with at least one document."""
         return {
             "name": self.name,
             "files": sum(entry.documents > 0 for entry in self.files),
             **{key: sum(getattr(entry, key) for entry in self.files) for key in ("documents", "bytes", "tokens")},
-            "skipped": merge_skips((entry.name, entry.skipped) for entry in self.files),
-            "notes": merge_skips((entry.name, entry.notes) for entry in self.files),
+            "skipped": _as_dicts(merge_skips((entry.name, entry.skipped) for entry in self.files)),
+            "notes": _as_dicts(merge_skips((entry.name, entry.notes) for entry in self.files)),
         }
 
 
@@ -105,11 +104,11 @@ class PrepareReport:
         self.sources.append(SourceReport(name))
         return self.sources[-1]
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Totals per source, small enough for `store.json`."""
         return {"sources": [source.as_dict() for source in self.sources], "notes": self.notes}
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Every file by name, for `report.json`."""
         return {source.name: [asdict(entry) for entry in source.files] for source in self.sources}
 
@@ -119,13 +118,13 @@ class PrepareReport:
         if not skips:
             return "no input was found"
         reasons = ", ".join(
-            f"{skip['count']} {reason}" + (f" ({skip['examples'][0]})" if skip["examples"] else "")
+            f"{skip.count} {reason}" + (f" ({skip.examples[0]})" if skip.examples else "")
             for reason, skip in skips.items()
         )
-        return f"{sum(skip['count'] for skip in skips.values())} skipped: {reasons}"
+        return f"{sum(skip.count for skip in skips.values())} skipped: {reasons}"
 
 
-def merge_skips(files: Iterable[tuple[str, dict[str, Skip]]]) -> dict[str, dict[str, Any]]:
+def merge_skips(files: Iterable[tuple[str, dict[str, Skip]]]) -> dict[str, Skip]:
     """The skips (or notes) for many files by reason, with examples prefixed by their file names."""
     merged: dict[str, Skip] = {}
     for name, skips in files:
@@ -135,4 +134,8 @@ def merge_skips(files: Iterable[tuple[str, dict[str, Skip]]]) -> dict[str, dict[
             total.add(examples[0], skip.count)
             for example in examples[1:]:
                 total.add(example, 0)
-    return {reason: asdict(skip) for reason, skip in merged.items()}
+    return merged
+
+
+def _as_dicts(skips: dict[str, Skip]) -> dict[str, object]:
+    return {reason: asdict(skip) for reason, skip in skips.items()}

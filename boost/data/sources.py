@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import ModuleType
 
 from boost.data.conversations import read_conversations
 from boost.data.hub import HubSource, quiet_datasets
@@ -78,7 +78,7 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
 
 
 @contextmanager
-def opening_dataset(folder: Path) -> Iterator[Any]:
+def opening_dataset(folder: Path) -> Iterator[ModuleType]:
     """The module `datasets`, quiet, without network and code. Its errors become one line. Raises `DataError`."""
     try:
         with quiet_datasets(f"the dataset in {folder}") as datasets:
@@ -285,7 +285,7 @@ class FilesSource:
                     documents = max(problem.documents(), 1)
                 entry.skip(problem.reason, problem.where, documents)
 
-    def fingerprint(self) -> list[Any]:
+    def fingerprint(self) -> list[object]:
         return [[file.key, file.size, file.mtime_ns] for file in self.files]
 
 

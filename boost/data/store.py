@@ -18,7 +18,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from boost.data.blocks import DIGEST_BYTES, FileArray, block_digest, unreadable
 from boost.data.tokenizer import parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 from boost.paths import read_text, require_regular
+from boost.text import JsonObject
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -39,7 +40,7 @@ _CHUNK = 1 << 22
 _LANDMARK = 1 << 10
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """The dtype on disk for token ids below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
@@ -85,7 +86,7 @@ class Split:
 
     name: str
     path: Path
-    tokens: "FileArray | npt.NDArray[Any]"
+    tokens: "FileArray | npt.NDArray[np.integer]"
     documents: "FileArray | npt.NDArray[np.int64]"
     n_bytes: int
     vocab_size: int
@@ -123,7 +124,7 @@ class Split:
             raise damaged(self.path, what)
         return tokens
 
-    def read(self, start: int, length: int) -> npt.NDArray[Any]:
+    def read(self, start: int, length: int) -> npt.NDArray[np.integer]:
         """`window` in the dtype on disk, without the check of token ids, which is cheaper for many windows together (`limit`)."""
         self._check(start, length)
         return self.tokens[start : start + length]
@@ -171,7 +172,7 @@ class Split:
 class TokenStore:
     """A finished token store, opened read-only with `TokenStore.open`."""
 
-    def __init__(self, path: Path, meta: dict[str, Any], tokenizer_json: str) -> None:
+    def __init__(self, path: Path, meta: JsonObject, tokenizer_json: str) -> None:
         """`tokenizer_json`: the text of tokenizer.json when the store was opened, even if the file has changed since."""
         self.path, self.meta, self.tokenizer_json = path, meta, tokenizer_json
 
@@ -234,7 +235,7 @@ class TokenStore:
         return "train.targets" in self.meta["blocks"]
 
     @property
-    def chat(self) -> dict[str, Any] | None:
+    def chat(self) -> JsonObject | None:
         """`{"template": ..., "tokenizer": {...}}` of a conversation store: the chat template, and the special tokens by role
         (such as eos_token)."""
         return self.meta.get("chat")
@@ -254,7 +255,7 @@ class TokenStore:
         return str(self.meta["splits"][split]["sha256"])
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """What was read and skipped, per source."""
         return dict(self.meta["report"])
 
@@ -281,7 +282,7 @@ class TokenStore:
         return Split(
             name=name,
             path=self.path,
-            tokens=FileArray(self.path / f"{name}.tokens", np.dtype(self.meta["dtype"])),
+            tokens=FileArray(self.path / f"{name}.tokens", token_dtype(self.vocab_size)),
             documents=FileArray(self.path / f"{name}.documents", OFFSET_DTYPE),
             n_bytes=int(sizes["bytes"]),
             vocab_size=self.vocab_size,
@@ -298,7 +299,7 @@ def is_missing(path: Path) -> bool:
     return not any(path.with_name(path.name + suffix).exists() for suffix in ("", ".boost-old", ".boost-tmp"))
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path) -> JsonObject:
     """The content of `store.json`. Raises `DataError` if there is no finished store or the file is damaged."""
     if is_missing(path):
         raise DataError(f"{path}: no token store here; create it with: boost prepare INPUT --out {path}")
@@ -325,7 +326,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def _check_shape(meta: Any) -> None:
+def _check_shape(meta: JsonObject) -> None:
     """Accesses every field that is used later, so that a damaged file fails here instead of during training."""
     masked = "train.targets" in meta["blocks"]
     for key in ("tokenizer_fingerprint", "input_fingerprint", "options", "report"):
@@ -347,7 +348,7 @@ def _check_shape(meta: Any) -> None:
         raise ValueError("the digest does not match the content")
 
 
-def with_digest(meta: dict[str, Any]) -> dict[str, Any]:
+def with_digest(meta: JsonObject) -> JsonObject:
     """Returns the content of `store.json` or `resume.json` with its digest added."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return {**content, "digest": block_digest(json.dumps(content, sort_keys=True).encode())}

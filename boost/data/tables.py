@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import fsspec
 
@@ -33,6 +33,9 @@ from boost.data.readers import (
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 from boost.format import format_bytes
+
+if TYPE_CHECKING:
+    from pyarrow import DataType, Table
 
 CSV_SUFFIXES = with_compression(".csv", ".tsv")
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
@@ -78,7 +81,7 @@ def read_table(
         number += batch.num_rows
 
 
-def _holds_strings(kind: Any) -> bool:
+def _holds_strings(kind: "DataType") -> bool:
     from pyarrow import types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
@@ -93,10 +96,10 @@ class _Files(fsspec.AbstractFileSystem):
     numbers = count()
     openers: ClassVar[dict[str, Callable[[], io.BufferedReader]]] = {}
 
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
+    def info(self, path: str, **_: object) -> dict[str, object]:
         return {"name": path, "size": None, "type": "file"}
 
-    def _open(self, path: str, *_: Any, **__: Any) -> io.BufferedReader:
+    def _open(self, path: str, *_: object, **__: object) -> io.BufferedReader:
         return self.openers[path]()
 
 
@@ -106,11 +109,11 @@ fsspec.register_implementation("boost", _Files)
 def _batches(
     kind: str,
     path: Path,
-    options: dict[str, Any],
+    options: dict[str, object],
     columns: list[str] | None = None,
     entry: FileReport | None = None,
     report: PrepareReport | None = None,
-) -> Iterator[Any]:
+) -> Iterator["Table"]:
     """The rows as pyarrow tables. The first table is empty if `datasets` knows the schema before it reads rows. `columns`: those of
     Parquet to read, those of CSV to read as text."""
     entry, report = entry or FileReport(""), report or PrepareReport()
@@ -175,7 +178,7 @@ _QUOTES: dict[str, dict[str, Any]] = {
 """What quotes do in a file: arguments that `csv.reader` and `pandas.read_csv` have in common."""
 
 
-def _csv_options(path: Path, entry: FileReport) -> dict[str, Any]:
+def _csv_options(path: Path, entry: FileReport) -> dict[str, object]:
     about, usual = path.stat(), "\t" if ".tsv" in path.name.lower() else ","
     sep, quotes, longest = _dialect_of(path, usual, about.st_size, about.st_mtime_ns)
     if longest > MAX_RECORD_BYTES:

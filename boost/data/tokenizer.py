@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.errors import DataError
 from boost.paths import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 """Matches the token of a single byte in tokenizers with byte fallback."""
@@ -107,7 +108,7 @@ def load_tokenizer(spec: str | Path, notes: list[str] | None = None) -> "Tokeniz
     return tokenizer
 
 
-def by_transformers(spec: str | Path) -> Any:
+def by_transformers(spec: str | Path) -> "PreTrainedTokenizerFast":
     """The transformers tokenizer of a folder or of the Hub. Never runs its code. Raises `DataError`, or `ImportError` without
     transformers."""
     from transformers import AutoTokenizer
@@ -129,7 +130,7 @@ def by_transformers(spec: str | Path) -> Any:
     return tokenizer
 
 
-def _with_settings(file: "Tokenizer", owner: Any) -> "Tokenizer":
+def _with_settings(file: "Tokenizer", owner: "PreTrainedTokenizerFast") -> "Tokenizer":
     """The tokenizer that transformers made of a tokenizer.json and its settings. Returns `file`, the tokenizer.json alone, if they
     are equal, so that it has the same fingerprint with and without the settings."""
     ours, theirs = (json.loads(each.to_str()) for each in (file, owner.backend_tokenizer))
@@ -359,7 +360,7 @@ def _configured_eos(spec: str | Path | None) -> str:
 
             with quiet_hub():
                 file = Path(hf_hub_download(str(spec), file.name))
-        token: Any = json.loads(read_text(file)).get("eos_token")
+        token = json.loads(read_text(file)).get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
     if isinstance(token, dict):

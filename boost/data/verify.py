@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -42,33 +42,30 @@ def verify_once(store: TokenStore, progress: Progress = iter, until_stopped: Pro
     `until_stopped` wraps all waiting and reading, and may raise an error to end it.
     """
     record = _record_of(store)
+    place = {"host": socket.gethostname(), "store": str(store.path.resolve())}
 
-    def state_of() -> dict[str, Any]:
-        place = {"host": socket.gethostname(), "store": str(store.path.resolve())}
-        return {**place, "files": _identities(store)}
-
-    def is_recorded(state: dict[str, Any]) -> bool:
+    def is_recorded(files: dict[str, list[int]]) -> bool:
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            return bool(json.loads(record.read_text(encoding="utf-8")) == state)
+            return bool(json.loads(record.read_text(encoding="utf-8")) == {**place, "files": files})
         return False
 
-    if is_recorded(state_of()):
+    if is_recorded(_identities(store)):
         return
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # the file system may not support locks
             lock = stack.enter_context(open(record.with_suffix(".lock"), "a", encoding="utf-8"))
             for _ in until_stopped(_attempts(lock, store)):
                 time.sleep(0.05)
-        if is_recorded(state := state_of()):
+        if is_recorded(files := _identities(store)):
             return
         verify(store, lambda blocks: until_stopped(progress(blocks)))
-        if state["files"] != _identities(store):
+        if files != _identities(store):
             raise DataError(f"{store.path} changed during verification; wait until nothing writes to it")
-        newest = max(modified for _, modified, _ in state["files"].values())
+        newest = max(modified for _, modified, _ in files.values())
         if time.time_ns() - newest < _SETTLED_NS:
             return  # a later write within the same clock tick of the file system would go unnoticed
         with contextlib.suppress(OSError):
-            replace_text(record, json.dumps(state))
+            replace_text(record, json.dumps({**place, "files": files}))
 
 
 def _attempts(lock: IO[str], store: TokenStore) -> Iterator[None]:

@@ -11,6 +11,7 @@ writes these lengths and the input position to `resume.json`; the next run trunc
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,7 @@ from boost.data.verify import verify
 from boost.errors import DataError, StorageError, UnreadableDataError
 from boost.files import exclusive
 from boost.paths import read_text
+from boost.text import JsonObject
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -147,7 +149,7 @@ def new_store(store: Path) -> Iterator[Path]:
         remove(leftover)
 
 
-def save_progress(folder: Path, progress: dict[str, Any]) -> None:
+def save_progress(folder: Path, progress: JsonObject) -> None:
     """Records a commit, replacing the previous one atomically."""
     temporary = folder / f"{RESUME_FILE}.new"
     content = with_digest(progress)
@@ -157,10 +159,10 @@ def save_progress(folder: Path, progress: dict[str, Any]) -> None:
     _sync_one(folder)
 
 
-def read_progress(store: Path) -> dict[str, Any] | None:
+def read_progress(store: Path) -> JsonObject | None:
     """The last commit of an unfinished store; None if there is none or it is damaged. Raises UnreadableDataError."""
     try:
-        progress: dict[str, Any] = json.loads(read_text(sibling(store, "tmp") / RESUME_FILE))
+        progress: JsonObject = json.loads(read_text(sibling(store, "tmp") / RESUME_FILE))
         return progress if with_digest(progress)["digest"] == progress["digest"] else None
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -203,7 +205,7 @@ def _sync_one(path: Path) -> None:
 
 def store_meta(
     tokenizer: "Tokenizer", eos: tuple[str, int], fingerprint: str, options: PrepareOptions, report: PrepareReport
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The fields of store.json that every store has. `eos`: (token, id); `fingerprint`: `input_fingerprint` of the input."""
     return {
         "format": FORMAT,
@@ -219,14 +221,16 @@ def store_meta(
 class TokenWriter:
     """Appends encoded text to the files in a folder. A context manager; `finish` completes the store."""
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int, committed: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, dtype: np.dtype[np.integer], eos: int, committed: JsonObject | None = None
+    ) -> None:
         """`committed`: the result of `commit` to continue from. Raises `DataError` if the files no longer have that content."""
         self.folder, self.dtype, self.eos = folder, dtype, eos
         self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0, "largest_token": 0} for name in SPLITS}
         self._digests = {name: hashlib.sha256() for name in SPLITS}
         self._files = ExitStack()
         self._blocks: dict[str, BlockDigests] = defaultdict(BlockDigests)
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, io.FileIO] = {}
         for name in SPLITS:
             for kind in ("tokens", "documents"):
                 file = f"{name}.{kind}"
@@ -240,11 +244,11 @@ class TokenWriter:
         if committed is not None:
             self.sizes = {name: dict(committed["sizes"][name]) for name in SPLITS}
 
-    def _create(self, name: str) -> Any:
+    def _create(self, name: str) -> io.FileIO:
         # Unbuffered: a full disk must fail the write, not a later close.
         return self._files.enter_context(open(self.folder / name, "wb", buffering=0))
 
-    def _reopen(self, name: str, committed: dict[str, Any]) -> None:
+    def _reopen(self, name: str, committed: JsonObject) -> None:
         """Opens a file at its end as of the commit, dropping whatever was written later, and checks its content."""
         split, _, kind = name.partition(".")
         sizes = committed["sizes"][split]
@@ -264,7 +268,7 @@ class TokenWriter:
             )
         file.truncate(size)
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> JsonObject:
         """Makes the data written so far survive a crash of the machine. Returns its sizes and digests, as JSON values."""
         for file in self._open.values():
             os.fsync(file.fileno())
@@ -300,7 +304,7 @@ class TokenWriter:
         self._blocks[name].update(data)
         write_all(self._open[name], data)
 
-    def finish(self, tokenizer_json: str, meta: dict[str, Any], details: dict[str, Any]) -> None:
+    def finish(self, tokenizer_json: str, meta: dict[str, object], details: dict[str, object]) -> None:
         """Writes the tokenizer, the detailed report and, last, `store.json` with `meta` and the sizes."""
         for name, text in ((TOKENIZER_FILE, tokenizer_json), (REPORT_FILE, json.dumps(details, indent=1) + "\n")):
             self._open[name] = self._create(name)
@@ -311,7 +315,7 @@ class TokenWriter:
         (self.folder / STORE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_all(file: Any, data: bytes) -> None:
+def write_all(file: io.FileIO, data: bytes) -> None:
     """Writes all data to an unbuffered file, whose `write` may be partial. Raises OSError."""
     view = memoryview(data)
     while view:

@@ -10,10 +10,9 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tomli_w
@@ -37,6 +36,7 @@ from boost.parallel.mesh import Mesh
 from boost.plan.hardware import Hardware, HostTime
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
+from boost.text import JsonObject
 from boost.train.progress import progress
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
 from boost.train.rundir import storage_errors
@@ -115,7 +115,7 @@ def _gemms(points: Sequence[Point], dtype: str) -> list[Point]:
 
 def profile_of(
     mesh: Mesh, points: dict[str, list[Point]], probes: dict[str, float], links: Sequence[Point]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Returns the profile in its file format, with host_us = 0. `probes`: shortest time of the probe in seconds, by sweep."""
     cuda, count = mesh.device.type == "cuda", torch.get_num_threads()
     device = torch.cuda.get_device_name(mesh.device) if cuda else cpu_model()
@@ -124,7 +124,7 @@ def profile_of(
         torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
     )
     link = {"name": "NVLink or PCIe" if cuda else "loopback", "processes": max(mesh.size, 2)} | _link(links, mesh.size)
-    profile: dict[str, Any] = {
+    profile: JsonObject = {
         "title": f"{device}, {'1 process' if mesh.size == 1 else f'{mesh.size} processes'}{threads}",
         "device": mesh.device.type,
         "per_node": mesh.size,
@@ -152,7 +152,7 @@ def profile_of(
     return profile
 
 
-def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
+def fit_gemm(points: Sequence[Point]) -> tuple[JsonObject, float]:
     """Fits `GemmSpeed` to measured times. Returns (parameters, mean error).
 
     Minimizes the absolute error of log time by coordinate descent with shrinking steps. Absolute errors are robust to outliers on a
@@ -183,7 +183,7 @@ def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
     return speed, error(best)
 
 
-def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
+def _speeds(points: Sequence[Point], probe: float) -> JsonObject:
     by_name: dict[str, list[Point]] = defaultdict(list)
     for point in points:
         by_name[f"{point.name} {point.dtype}"].append(point)
@@ -232,7 +232,7 @@ def _gb_s(bytes_per_second: float) -> float:
     return float(f"{gb_s:.4g}")
 
 
-def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
+def _link(points: Sequence[Point], processes: int) -> JsonObject:
     """Measured collectives, and a latency and a bandwidth for all others."""
     if not points:
         return {"latency_us": 0.0, "gb_s": 1.0, "known": False}
@@ -267,7 +267,7 @@ def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> 
     return list(itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=watch.mesh.is_main)))
 
 
-def _host_us(mesh: Mesh, profile: dict[str, Any]) -> dict[str, float]:
+def _host_us(mesh: Mesh, profile: JsonObject) -> dict[str, float]:
     """Host microseconds per operation by what is compiled, from the step time of a model with almost no work, minus the time for
     that work. CPUs compile nothing by default, so other values of train.compile are not measured there."""
     model = {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16}
@@ -316,7 +316,7 @@ class Problem:
     """Whether the problem makes the profile useless."""
 
 
-def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], drift: float) -> Iterator[Problem]:
+def problems(profile: JsonObject, fit_errors: Sequence[tuple[str, float]], drift: float) -> Iterator[Problem]:
     """Yields the problems in a profile, given in its file format.
 
     `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: the probe's time after the calibration, divided by
@@ -341,7 +341,7 @@ def problems(profile: dict[str, Any], fit_errors: Sequence[tuple[str, float]], d
         yield Problem(f"the machine slowed down by a factor of {drift:.1f} during calibration", not drift < WORST_DRIFT)
 
 
-def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
     for key, value in tree.items():
         listed = value if isinstance(value, list) else [value]
         for item in listed:

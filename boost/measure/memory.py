@@ -77,7 +77,7 @@ class MemoryTracker(TorchDispatchMode):
                 storage.category, storage.role = category, role
                 self.live[category] += storage.size
 
-    def _origin(self, operation: str, inputs: Iterable[Any]) -> tuple[str, str]:
+    def _origin(self, operation: str, inputs: Iterable[object]) -> tuple[str, str]:
         """(category, role) of an operation's output. Only tensors computed from weights alone have a role."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         known = [self._known[key] for x in tensors if (key := x.untyped_storage()._cdata) in self._known]
@@ -100,4 +100,4 @@ class _LiveStorage:
     category: str
     role: str
     size: int
-    finalizer: Any
+    finalizer: weakref.finalize

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -181,14 +180,14 @@ def made_up_batches(config: Config) -> list[Batch]:
     return [Batch(x[:, :-1].copy(), x[:, 1:].copy(), np.zeros_like(x[:, 1:])) for x in made]
 
 
-def flags(**fields: Any) -> list[str]:
+def flags(**fields: object) -> list[str]:
     """Builds command-line overrides for a configuration. Fields without a known section belong to [model]."""
     places = {"micro_batch": "train", "global_batch": "train", "seq_len": "train", "recompute": "train"}
     places |= dict.fromkeys(("tp", "pp", "dp", "layout", "shard", "norm"), "parallel")
     return [f"--{places.get(name, 'model')}.{name}={value}" for name, value in fields.items()]
 
 
-def shape(dim: int, layers: int, ffn: int, heads: int, **others: Any) -> list[str]:
+def shape(dim: int, layers: int, ffn: int, heads: int, **others: object) -> list[str]:
     """Overrides for a model of this size, with r = d/4."""
     rank = {} if others.get("family") == "dense" else {"rank": dim // 4}
     return flags(dim=dim, ffn_dim=ffn, heads=heads, layers=layers, **rank, **others)

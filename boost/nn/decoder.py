@@ -45,7 +45,7 @@ class Decoder(decoder.Decoder):
     norm: nn.RMSNorm
     lm_head: nn.Linear
 
-    def __init__(self, spec: Spec | None = None, *, initialized: bool = True, **sizes: Any) -> None:
+    def __init__(self, spec: Spec | None = None, *, initialized: bool = True, **sizes: object) -> None:
         """Built from a `Spec`, or from its arguments. With `initialized` = False, weights are left uninitialized, to be loaded.
         Raises ConfigError if the arguments are invalid."""
         FusedModule.__init__(self)

@@ -3,8 +3,7 @@ several TP ranks, where a norm, its projections and a collective are one operati
 are stored or copied, whatever weights do not tell is refused (`stored_parameters`).
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +23,14 @@ from boost.models.kernels import STATISTIC_DTYPE
 WITH_WEIGHT = (nn.Linear, nn.Embedding, nn.RMSNorm)
 WEIGHTS = (nn.Parameter, Tensor, DTensor)
 """Types of a weight. `functional_call` replaces parameters with tensors; quantizers, with other types."""
-EMBEDDING: dict[str, Any] = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+Weight = Tensor | Callable[[Tensor], Tensor]
+"""A weight, or a function that stands for it."""
+EMBEDDING: dict[str, object] = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 """Options of a plain `nn.Embedding`."""
 
 
 def difference(
-    module: nn.Module, kind: type[nn.Module], hooks: bool = True, biased: bool = False, **options: Any
+    module: nn.Module, kind: type, hooks: bool = True, biased: bool = False, **options: object
 ) -> str | None:
     """What makes `module` other than a plain `kind` with these attributes; None if it is plain. This is the whole list. `hooks`
     includes what leaves the function of weights as it is, and is not saved. `biased`: whether a plain one has a bias."""
@@ -91,25 +92,25 @@ def call(module: nn.Module, x: Tensor, batch: int) -> Tensor:
 class OneProcess(Single):
     """`single`, in which a function may stand for the weight of the embedding, of a norm and of the head."""
 
-    def embed(self, flow: Flow, table: Any, dtype: torch.dtype) -> Iterable[None]:
+    def embed(self, flow: Flow, table: Weight, dtype: torch.dtype) -> Iterable[None]:
         if isinstance(table, Tensor):
             return super().embed(flow, table, dtype)
         flow.x = table(flow.x).to(dtype)
         return NOTHING_IN_FLIGHT
 
-    def norm(self, x_TD: Tensor, gamma: Any) -> Tensor:
+    def norm(self, x_TD: Tensor, gamma: Weight) -> Tensor:
         return super().norm(x_TD, gamma) if isinstance(gamma, Tensor) else gamma(x_TD)
 
-    def norm_and_down(self, x_TD: Tensor, gamma: Any, group: LinearGroup) -> Tensor:
+    def norm_and_down(self, x_TD: Tensor, gamma: Weight, group: LinearGroup) -> Tensor:
         return group.down(self.norm(x_TD, gamma))
 
-    def loss(self, normed_TD: Tensor, head: Any, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
+    def loss(self, normed_TD: Tensor, head: Weight, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
         if isinstance(head, Tensor):
             return super().loss(normed_TD, head, targets_T, teaching)
         logits_TV = head(normed_TD).to(STATISTIC_DTYPE[normed_TD.dtype])
         return F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORED, reduction="sum")
 
-    def all_logits(self, normed_TD: Tensor, head: Any) -> Tensor:
+    def all_logits(self, normed_TD: Tensor, head: Weight) -> Tensor:
         return super().all_logits(normed_TD, head) if isinstance(head, Tensor) else head(normed_TD)
 
 
@@ -132,7 +133,7 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
     theirs = dict(twin.named_modules())
     for path, own in module.named_modules(remove_duplicate=False):
         if own._modules.keys().isdisjoint(same):
-            like: Any = theirs.get(clean(path))
+            like = theirs.get(clean(path))
             biased = isinstance(like, nn.Linear) and like.bias is not None
             options = {name: getattr(like, name) for name in ("eps", "activation", *EMBEDDING) if hasattr(like, name)}
             check(path, difference(own, type(like), hooks=is_copy, biased=biased, **options))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ class Spec:
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
-        **fields: Any,
+        **fields: object,
     ) -> None:
         """
         Args:
@@ -105,7 +104,7 @@ class Spec:
         """Shape of this process's shard of a parameter."""
         return local_shape(parameter, self.layout.placement(parameter.role), self.tp.size)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Spec":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Spec":
         return self  # process groups cannot be copied, and copies of a module live on the same ranks
 
     def __repr__(self) -> str:
@@ -141,7 +140,7 @@ def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
     return Axis(dist.get_rank(mesh), size, mesh) if size > 1 else Axis()
 
 
-def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) -> Config:
+def _config(family: str, layout: str | None, tp: int, fields: dict[str, object]) -> Config:
     """The checked configuration for these sizes. Training fields, which modules do not use, keep their defaults."""
     names = {name for name, _ in ParallelConfig.keys()}  # noqa: SIM118  a method of the class
     parallel = {name: value for name, value in fields.items() if name in names}

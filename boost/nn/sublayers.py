@@ -197,7 +197,7 @@ class Sublayer(FusedModule):
     run_groups: Callable[..., Iterator[None]]
     """`run`, given the norm (its weight, or a function) and the groups of linears."""
 
-    def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
+    def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: object) -> None:
         """Built from a `Spec` or sizes: LowRankAttention(dim=512, heads=8, rank=128). Raises ConfigError if they are invalid."""
         super().__init__()
         self.spec = spec = as_spec(spec, sizes)
@@ -241,7 +241,7 @@ class Sublayer(FusedModule):
             self.add_module(f"{shape.name}_gate", Gate(self.model, shape, prefix, self.layout))
         return group
 
-    def forward(self, x: Tensor, *prev: Tensor, batch: int | None = None, run: "Run | None" = None) -> Any:
+    def forward(self, x: Tensor, *prev: Tensor, batch: int | None = None, run: "Run | None" = None) -> "Output":
         """[B, S, D] -> [B, S, D]: the residual stream after this sublayer, in the layout's shape (`spec.layout`).
 
         A token-sharded stream (btp-sp, megatron-sp) is [T / p, D], consecutive tokens from all sequences, and `batch` is B.
@@ -266,6 +266,8 @@ class Sublayer(FusedModule):
         return self.run_groups(layout, flow, context, norm, (first, second))
 
 
+Output = Tensor | tuple[Tensor, ...]
+"""The residual stream, or (x, *latents) of each part of a micro-batch."""
 Run = tuple[Layout, Sequence[Context]]
 """What a decoder passes to its blocks in addition to tensors: the layout, and a context for each part of the micro-batch."""
 
@@ -359,7 +361,7 @@ class LowRankMLP(Sublayer):
 class Block(TransformerBlock):
     """A decoder block: `attn`, then `mlp`."""
 
-    def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
+    def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: object) -> None:
         """Built from a `Spec` or sizes: Block(dim=512, heads=8, rank=128). Raises ConfigError if they are invalid."""
         FusedModule.__init__(self)
         self.spec = as_spec(spec, sizes)
@@ -407,7 +409,7 @@ class Block(TransformerBlock):
         made = super().__call__(*_tensors(layout, streams, contexts), run=(layout, contexts))
         return _streams(made, len(contexts))
 
-    def forward(self, x: Tensor, *rest: Tensor, batch: int | None = None, run: Run | None = None) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, *rest: Tensor, batch: int | None = None, run: Run | None = None) -> Output:  # type: ignore[override]
         """[B, S, D] -> [B, S, D]: the residual stream after the block, as in `LowRankAttention.forward`.
 
         A decoder passes `run`, and (x, *latents) for each part of the micro-batch.

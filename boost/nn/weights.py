@@ -4,10 +4,9 @@
 would be silently wrong: each rank would clip by the norm of its own shards and save only those.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from boost.errors import ConfigError
@@ -23,11 +22,11 @@ class _OwnGradient(torch.autograd.Function):
     a DTensor with an offset, which `copy.deepcopy` refuses."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, weight: Tensor) -> Tensor:
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
         return gradient.clone() if torch.compiler.is_compiling() or gradient.storage_offset() else gradient
 
 
@@ -88,8 +87,7 @@ def own_shard(weight: Tensor) -> Tensor:
     """This rank's differentiable shard of a weight whose gradient is complete on each rank. Returns a plain tensor unchanged."""
     if not isinstance(weight, DTensor):
         return weight
-    on_mesh: Any = weight
-    shard: Tensor = _OwnGradient.apply(on_mesh.to_local(grad_placements=on_mesh.placements))
+    shard: Tensor = _OwnGradient.apply(weight.to_local(grad_placements=weight.placements))
     return shard
 
 

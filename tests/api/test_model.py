@@ -160,7 +160,7 @@ def test_a_run_says_what_it_does_not_keep(
     config = tree(Path(str(trained.config.data.store)), tmp_path / "next")
     with caplog.at_level("WARNING", "boost"):
         boost.Trainer(config, start_from=tmp_path / "saved").fit()
-    assert "parameters that are frozen or tied in the checkpoint are trained, each by itself" in caplog.text
+    assert "frozen or tied in the checkpoint are trained" in caplog.text
     assert all(p.requires_grad for p in boost.Model.from_pretrained(tmp_path / "next").parameters())
 
 
@@ -177,7 +177,7 @@ def test_peft_adapts_a_model(tmp_path: Path) -> None:
     adapted(tokens, tokens).backward()
     assert all((p.grad is not None) == ("lora_" in name) for name, p in adapted.named_parameters())
     assert adapted.generate([1, 2, 3], 2, temperature=0)
-    with pytest.raises(ConfigError, match=r"q_proj\.A is a peft.*Linear, but a checkpoint holds only weights; merge"):
+    with pytest.raises(ConfigError, match=r"q_proj\.A is a peft.*Linear, but a checkpoint"):
         model.save(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
     merged = adapted.merge_and_unload()
@@ -189,9 +189,7 @@ def test_peft_adapts_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_exports_load_in_transformers_and_here(tmp_path: Path) -> None:
-    import transformers
-
+def test_exports_load_in_transformers_and_here(tmp_path: Path, transformers: Any) -> None:
     model = boost.Model.from_config(toy.toy_config("float32", model={**SIZES, "family": "lax"}))
     folder = model.export(tmp_path / "out", merge=False)
     tokens = torch.arange(1, 13).view(1, 12)
@@ -211,7 +209,7 @@ def test_new_models() -> None:
     model(tokens, tokens).backward()
     with pytest.raises(ConfigError, match="this model has no tokenizer; pass token ids"):
         model.generate("text")
-    with pytest.raises(ConfigError, match="no configuration file and no preset named 'dmeo'; did you mean 'demo'"):
+    with pytest.raises(ConfigError, match="named 'dmeo'; did you mean 'demo'"):
         boost.Model.from_preset("dmeo")
     with pytest.raises(ConfigError, match="is not a folder"):
         boost.Model.from_pretrained("nowhere")
@@ -239,7 +237,5 @@ def test_a_checkpoint_loads_under_a_layout(trained: boost.Trainer, tmp_path: Pat
 
 def test_a_mesh_needs_its_processes(store: Path, tmp_path: Path) -> None:
     config = {**tree(store, tmp_path / "run"), "parallel": {"tp": 2}}
-    with pytest.raises(
-        ConfigError, match=r"the mesh size \(2\) differs from the number of processes \(1\); run this script"
-    ):
+    with pytest.raises(ConfigError, match=r"the mesh size \(2\) differs .* processes \(1\)"):
         boost.Trainer(config)

@@ -10,6 +10,7 @@ import torch
 
 import boost
 from boost.config.families import CoLAConfig, ModelConfig
+from boost.config.load import from_tree
 from boost.config.section import Width
 from boost.errors import ConfigError
 
@@ -36,8 +37,6 @@ def test_a_family_of_ones_own_is_known_everywhere(family: type[ModelConfig]) -> 
     assert model.layers[0].attn.q_proj.rank == 4
     tokens = torch.arange(8).view(1, 8)
     model(tokens, tokens).backward()
-    from boost.config.load import from_tree
-
     assert type(from_tree({"model": {"family": "narrow-cola"}}).model) is family
 
 

@@ -109,16 +109,14 @@ def test_what_would_be_lost_is_refused(name: str) -> None:
     if name == "LoRA":
         pytest.importorskip("peft")
     model = {**ways.ways("cola"), **MORE}[name](boost.nn.Decoder(**SIZES))
-    with pytest.raises(
-        ConfigError, match=f"^{ATTACHED[name]}.*, but boost.parallelize copies only weights; merge"
-    ) as error:
+    with pytest.raises(ConfigError, match=f"^{ATTACHED[name]}.*, but boost.parallelize copies") as error:
         boost.parallelize(model, None)
     assert "\n" not in str(error.value)
     kept_out_of_checkpoints = "forward layers.1", "backward embedding table", "gradient hooks"
     if name in kept_out_of_checkpoints:
         list(model.whole_parameters())
     else:
-        with pytest.raises(ConfigError, match=", but a checkpoint holds only weights; merge or remove it first"):
+        with pytest.raises(ConfigError, match="but a checkpoint holds only weights"):
             list(model.whole_parameters())
 
 
@@ -138,7 +136,7 @@ def misuse() -> list[str]:
 
 
 def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"model is a Linear; only boost\.nn.s Decoder, .* can be sharded"):
+    with pytest.raises(ConfigError, match=r"model is a Linear; only .* can be sharded"):
         boost.parallelize(torch.nn.Linear(4, 4), None)
     for twice, unknown in run_distributed(2, misuse):
         assert "already sharded over 2 TP ranks" in twice

@@ -1,5 +1,6 @@
 """`boost.lowrank`: the linears of any model as factors."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,9 @@ def test_patterns_choose() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
-    import transformers
-
+def test_a_tied_head_stays_tied_and_counts_once(
+    tied: bool, caplog: pytest.LogCaptureFixture, transformers: Any
+) -> None:
     config = transformers.LlamaConfig(**{**TINY, "vocab_size": 320}, tie_word_embeddings=tied)
     model, body = transformers.LlamaForCausalLM(config), 17_568
     with caplog.at_level("INFO", logger="boost.api.swap"):
@@ -58,16 +59,14 @@ def test_a_tied_head_stays_tied_and_counts_once(tied: bool, caplog: pytest.LogCa
     assert f"parameters: {format_count(ends + body)} -> {format_count(ends + 8_096)}" in caplog.text
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     if tied:
-        with pytest.raises(ConfigError, match=r"'lm_head': this linear shares its weight .* tie_word_embeddings"):
+        with pytest.raises(ConfigError, match=r"'lm_head': .* shares its weight .* tie_word_embeddings"):
             boost.lowrank(model, 0.25, include=["*", "lm_head"])
     else:
         boost.lowrank(model, 0.25, include=["lm_head"])
         assert ranks_of(model)["lm_head"] == 8
 
 
-def test_conv1d_is_a_linear_with_a_transposed_weight() -> None:
-    import transformers
-
+def test_conv1d_is_a_linear_with_a_transposed_weight(transformers: Any) -> None:
     conv = transformers.pytorch_utils.Conv1D(24, 16)
     with torch.no_grad():
         u, s, v = torch.linalg.svd(conv.weight, full_matrices=False)
@@ -125,9 +124,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_any_architecture_trains_is_saved_loaded_and_merged(name: str, tmp_path: Path) -> None:
-    import transformers
-
+def test_any_architecture_trains_is_saved_loaded_and_merged(name: str, tmp_path: Path, transformers: Any) -> None:
     kind, fields, count = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**fields)).eval()
@@ -148,9 +145,7 @@ def test_any_architecture_trains_is_saved_loaded_and_merged(name: str, tmp_path:
     torch.testing.assert_close(merged(**inputs).loss, loss, rtol=1e-5, atol=1e-6)
 
 
-def test_a_folder_without_ranks_is_refused(tmp_path: Path) -> None:
-    import transformers
-
+def test_a_folder_without_ranks_is_refused(tmp_path: Path, transformers: Any) -> None:
     transformers.LlamaConfig(**TINY).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"its config\.json has no valid boost_lowrank"):
         boost.load_lowrank(tmp_path)
@@ -204,7 +199,7 @@ ATTACHED: dict[str, Any] = {
 def test_what_factors_would_drop_is_refused(said: str) -> None:
     model = mlp()
     ATTACHED[said](model[0])
-    with pytest.raises(ConfigError, match=f"^'0' {said}[^\n]*; attach it after boost.lowrank, or exclude the linear$"):
+    with pytest.raises(ConfigError, match=f"^'0' {said}[^\n]*; attach it after boost.lowrank"):
         boost.lowrank(model, 2)
     assert not ranks_of(model), "none is factorized"
     boost.lowrank(model, 2, exclude="0")
@@ -232,7 +227,7 @@ def test_a_shared_linear_stays_shared() -> None:
     shared = nn.Linear(32, 32)
     model: Any = nn.Sequential(nn.Linear(32, 32), shared, nn.GELU(), nn.Sequential(shared))
     assert ranks_of(boost.lowrank(model, 4)) == {"0": 4} and model[1] is model[3][0]
-    with pytest.raises(ConfigError, match="include = '1': this linear shares its weight with another module"):
+    with pytest.raises(ConfigError, match="include = '1': this linear shares its weight"):
         boost.lowrank(model, 4, include=["1"])
     model[1] = model[3][0] = LowRankLinear(32, 32, 4)
     x = torch.randn(3, 32)
@@ -253,9 +248,7 @@ def test_factors_train_if_their_linear_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_frozen_conv1d() -> None:
-    import transformers
-
+def test_frozen_conv1d(transformers: Any) -> None:
     model = nn.Sequential(transformers.pytorch_utils.Conv1D(24, 16)).requires_grad_(False)
     boost.lowrank(model, 4)
     assert not any(p.requires_grad for p in model.parameters())
@@ -266,9 +259,7 @@ def test_frozen_conv1d() -> None:
 @pytest.mark.parametrize(
     "kind", ["LlamaForSequenceClassification", "LlamaForQuestionAnswering", "BertForTokenClassification"]
 )
-def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    import transformers
-
+def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixture, transformers: Any) -> None:
     def build() -> Any:
         return getattr(transformers, kind)(getattr(transformers, f"{kind[:5].strip('F')}Config")(**TINY, num_labels=3))
 
@@ -277,26 +268,21 @@ def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixt
     with caplog.at_level("INFO", logger="boost.api.swap"):
         boost.lowrank(model, 0.25)
     assert head not in ranks_of(model) and f"heads left dense: {head}" in caplog.text
-    with pytest.raises(ConfigError, match=f"'{head}' are heads, which stay dense unless include names them exactly"):
+    with pytest.raises(ConfigError, match=f"'{head}' are heads, which stay dense"):
         boost.lowrank(build(), 1, include=[f"*{head[1:]}"])
     for options in ({"include": ["*", head]}, {"rank": {head: 1}}):
         assert ranks_of(boost.lowrank(build(), **{"rank": 0.25, **options}))[head] == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    import transformers
-
+def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixture, transformers: Any) -> None:
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**GROUPED, num_local_experts=2))
     if not any(p.ndim == 3 for p in model.parameters()):
         pytest.skip("this version of transformers has linears as experts")
     count = sum(p.numel() for p in model.parameters() if p.ndim == 3)
     boost.lowrank(model, 0.25)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (
-        f"4 fused weights with {format_count(count)} parameters stay dense, such as model.layers.0.mlp.experts"
-        in warning
-    )
+    assert f"4 fused weights with {format_count(count)} parameters stay dense" in warning
     caplog.clear()
     boost.lowrank(transformers.MixtralForCausalLM(model.config), 0.25, include="*.self_attn.*")
     assert "fused" not in caplog.text
@@ -304,13 +290,11 @@ def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"include": ["*v_proj.base_layer"]}, {"include": "*.v_proj.lora_A.default"}])
-def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any]) -> None:
-    import transformers
-
+def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any], transformers: Any) -> None:
     peft = pytest.importorskip("peft")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"]))
-    with pytest.raises(ConfigError, match=r"v_proj' has an adapter.*call boost\.lowrank before get_peft_model"):
+    with pytest.raises(ConfigError, match=r"v_proj' has an adapter.* before get_peft_model"):
         boost.lowrank(adapted, 0.25, **options)
     trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     boost.lowrank(adapted, 0.25, include="*.mlp.*")  # linears without one
@@ -325,11 +309,7 @@ def test_a_linear_with_an_adapter_is_refused(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_load_reads_safetensors_only_and_runs_no_code(tmp_path: Path) -> None:
-    import json
-
-    import transformers
-
+def test_load_reads_safetensors_only_and_runs_no_code(tmp_path: Path, transformers: Any) -> None:
     model = boost.lowrank(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)), 0.25)
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"

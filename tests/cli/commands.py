@@ -17,6 +17,20 @@ def say(capture: Capture, *words: object) -> tuple[int, str, str]:
     return code, out, err
 
 
+def done(capture: Capture, *words: object) -> str:
+    """The stdout of a command that succeeds."""
+    code, out, err = say(capture, *words)
+    assert code == 0, out + err
+    return out
+
+
+def refused(capture: Capture, *words: object) -> str:
+    """The stderr of a command with a mistake: one line."""
+    code, _, err = say(capture, *words)
+    assert code == 2 and err.startswith("boost: error: ") and err.count("\n") == 1, err
+    return err
+
+
 def llama_of(store: Path, folder: Path, **changes: object) -> Path:
     """A folder with tiny LLaMA weights and the tokenizer of a token store, whose documents end in token 0."""
     folder.mkdir(parents=True, exist_ok=True)

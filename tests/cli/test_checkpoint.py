@@ -8,7 +8,7 @@ import pytest
 
 from boost.train.metrics import MetricsHook
 from boost.train.resume import resume_candidates
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, done, refused, say
 from tests.train.runs import fitted, make_config, make_trainer
 
 
@@ -39,9 +39,7 @@ def flip(path: Path) -> str:
 def test_list(run: Path, capsys: Capture) -> None:
     checkpoints = run / "checkpoints"
     (checkpoints / "step-00000002" / "manifest.json").unlink()
-    code, out, _ = say(capsys, "checkpoint", "list", run, "--json")
-    rows = json.loads(out)
-    assert code == 0
+    rows = json.loads(done(capsys, "checkpoint", "list", run, "--json"))
     assert [(row["step"], row["state"]) for row in rows] == [(2, "incomplete"), (4, "complete"), (6, "superseded")]
     assert [row["heldout_loss"] is not None for row in rows] == [False, True, False]
     assert all(row["bytes"] > 10_000 and row["saved"].startswith("20") for row in rows)
@@ -54,8 +52,7 @@ def test_list(run: Path, capsys: Capture) -> None:
 def test_list_leaves_out_metrics_of_a_wrong_shape(run: Path, capsys: Capture) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_text('{"kind": "eval", "step": 4}\n{"kind": "eval", "heldout_loss": []}\n' + metrics.read_text())
-    code, out, _ = say(capsys, "checkpoint", "list", run)
-    assert code == 0 and "metrics.jsonl: 2 unreadable lines, the first is line 1" in out
+    assert "metrics.jsonl: 2 unreadable lines, the first is line 1" in done(capsys, "checkpoint", "list", run)
     rows = json.loads(say(capsys, "checkpoint", "list", run, "--json")[1])
     assert [row["heldout_loss"] is not None for row in rows] == [False, True, False]
 
@@ -78,5 +75,4 @@ def test_verify_names_each_file_that_is_damaged(run: Path, capsys: Capture) -> N
 @pytest.mark.parametrize("action", ["list", "verify"])
 def test_no_checkpoint_is_one_line(tmp_path: Path, capsys: Capture, action: str) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        code, _, err = say(capsys, "checkpoint", action, path)
-        assert code == 2 and err.count("\n") == 1 and str(path) in err
+        assert str(path) in refused(capsys, "checkpoint", action, path)

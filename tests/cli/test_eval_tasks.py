@@ -1,5 +1,6 @@
 """`boost eval --tasks`: lm-evaluation-harness on tasks whose data is a local file."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import Capture, say
+from boost.cli.inference import open_model
+from boost.data.tokenizer import load_tokenizer
+from tests.cli.commands import Capture, done, refused, say
 
 pytestmark = pytest.mark.slow  # imports the harness, and with it transformers
 
@@ -76,12 +79,7 @@ def test_code_in_a_task_folder_runs_only_if_it_is_trusted(checkpoint: Path, tmp_
 
 def scored(checkpoint: Path, context: str, continuation: str) -> float:
     """Log-likelihood of a continuation, from the decoder's own next-token logits."""
-    import argparse
-
     import torch
-
-    from boost.cli.inference import open_model
-    from boost.data.tokenizer import load_tokenizer
 
     found, _, _, decoder = open_model(argparse.Namespace(checkpoint=str(checkpoint), tp=1, device="cpu"))
     tokenizer = load_tokenizer(found.tokenizer)
@@ -102,8 +100,7 @@ def test_scores_are_those_of_the_decoder(
     words = ["--tasks", "toy_choice,toy_rolling", *mine(tasks), "--device", "cpu", "--json"]
     rows: list[list[dict[str, Any]]] = []
     for batch in (1, 4):
-        code, out, err = say(capsys, "eval", checkpoint, *words, "--batch", batch)
-        assert code == 0, err
+        out = done(capsys, "eval", checkpoint, *words, "--batch", batch)
         rows.append(json.loads(out)["tasks"])
     by_name = {(row["task"], row["metric"]): row["value"] for row in rows[0]}
     for row in rows[1]:
@@ -129,17 +126,12 @@ def test_answers_are_what_generate_says(checkpoint: Path, tmp_path: Path, capsys
         text = json.loads(say(capsys, "generate", checkpoint, *words)[1])["text"].partition("\n")[0]
         questions.append({"question": each["question"], "choices": [text], "answer": 0})
     words = ["--tasks", "toy_answer", *mine(write_tasks(tmp_path, questions)), "--device", "cpu", "--json"]
-    code, out, err = say(capsys, "eval", checkpoint, *words)
-    assert code == 0, err
+    out = done(capsys, "eval", checkpoint, *words)
     (row,) = json.loads(out)["tasks"]
     assert (row["metric"], row["value"]) == ("exact_match", 1.0)
 
 
 def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
-    import argparse
-
-    from boost.cli.inference import open_model
-    from boost.data.tokenizer import load_tokenizer
     from boost.train.generate import generate
     from boost.train.harness import HarnessModel
     from boost.train.sampling import Sampling
@@ -158,8 +150,7 @@ def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
 
 def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: Capture) -> None:
     words = ["--tasks", "toy_choice", *mine(tasks), "--device", "cpu", "--limit", 1]
-    code, out, err = say(capsys, "eval", checkpoint, *words)
-    assert code == 0, err
+    out = done(capsys, "eval", checkpoint, *words)
     assert any(line.split()[:2] == ["toy_choice", "acc"] for line in out.splitlines())
 
 
@@ -194,8 +185,8 @@ def test_an_unknown_task(
         return usual(include_path=include_path, include_defaults=include_defaults and lists)
 
     monkeypatch.setattr(harness, "TaskManager", manager)
-    code, _, err = say(capsys, "eval", checkpoint, "--device", "cpu", "--tasks", "toy_choise", *mine(tasks))
-    assert code == 2 and "unknown task 'toy_choise'; did you mean 'toy_choice'?" in err.splitlines()[-1]
+    err = refused(capsys, "eval", checkpoint, "--device", "cpu", "--tasks", "toy_choise", *mine(tasks))
+    assert "unknown task 'toy_choise'; did you mean 'toy_choice'?" in err.splitlines()[-1]
     assert asked == [False, True]
 
 
@@ -203,7 +194,6 @@ def test_two_processes_score_as_one(checkpoint: Path, tasks: Path, capfd: Captur
     found = []
     for tp in (1, 2):
         words = ["--tasks", "toy_rolling,toy_choice", *mine(tasks), "--device", "cpu", "--json", "--tp", tp]
-        code, out, err = say(capfd, "eval", checkpoint, *words)
-        assert code == 0, err
+        out = done(capfd, "eval", checkpoint, *words)
         found.append({row["task"]: row["value"] for row in json.loads(out)["tasks"]})
     assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -9,7 +9,7 @@ import pytest
 from boost.cli import export
 from boost.files import new_folder
 from tests import toy
-from tests.cli.commands import Capture, llama_of, say
+from tests.cli.commands import Capture, done, llama_of, say
 from tests.convert.toys import save
 
 
@@ -18,8 +18,7 @@ def test_a_checkpoint_becomes_a_folder(
 ) -> None:
     config = toy.toy_config("float32", model={"family": "svd"})
     save(tmp_path / "run" / "checkpoints", config, store / "tokenizer.json")
-    code, out, _ = say(capsys, "export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--json")
-    assert code == 0
+    out = done(capsys, "export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--json")
     facts = json.loads(out)
     assert (facts["format"], facts["trust_remote_code"], facts["files"]) == ("LlamaForCausalLM", False, 1)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
@@ -27,8 +26,7 @@ def test_a_checkpoint_becomes_a_folder(
     }  # fmt: skip
     monkeypatch.setattr(export, "FILE_BYTES", 10_000)
     words = ["export", str(tmp_path / "run"), "--no-merge", "--dtype", "bfloat16"]
-    code, out, _ = say(capsys, *words, "--out", str(tmp_path / "factors"))
-    assert code == 0
+    out = done(capsys, *words, "--out", str(tmp_path / "factors"))
     assert "BoostForCausalLM" in out
     assert "bfloat16" in out
     assert (tmp_path / "factors" / "modeling_boost.py").is_file()

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from boost.train.checkpoint import Checkpoint
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, done, say
 
 SHORT = ("--max-tokens", 6, "--seed", 3)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-Generate = Callable[..., tuple[int, str, str]]
+Generate = Callable[..., str]
 
 
 @pytest.fixture
 def generate(checkpoint: Path, capsys: Capture) -> Generate:
-    """`boost generate` with these words: exit code, stdout and stderr."""
-    return lambda *words: say(capsys, "generate", checkpoint, *words)
+    """The stdout of `boost generate` with these words."""
+    return lambda *words: done(capsys, "generate", checkpoint, *words)
 
 
 @pytest.fixture
@@ -45,13 +45,12 @@ def lines_of(out: str) -> list[dict[str, Any]]:
 
 def test_each_of_several_prompts_is_continued_as_if_it_were_alone(generate: Generate) -> None:
     prompts = ["def ", "import os\n", ""]
-    alone = [lines_of(generate("--prompt", p, "--json", *SHORT)[1]) for p in prompts]
+    alone = [lines_of(generate("--prompt", p, "--json", *SHORT)) for p in prompts]
     words = [word for p in prompts for word in ("--prompt", p)]
-    code, out, _ = generate(*words, "--json", *SHORT)
-    assert code == 0
+    out = generate(*words, "--json", *SHORT)
     assert lines_of(out) == [each for (each,) in alone]
     assert [each["prompt"] for each in lines_of(out)] == prompts
-    code, out, _ = generate(*words, *SHORT)
+    out = generate(*words, *SHORT)
     texts = [f"--- {n} of 3\n{each['prompt']}{each['text']}\n" for n, (each,) in enumerate(alone, start=1)]
     assert out == "".join(texts)
 
@@ -59,14 +58,13 @@ def test_each_of_several_prompts_is_continued_as_if_it_were_alone(generate: Gene
 @pytest.mark.parametrize("batch", [2, 5])
 def test_samples_of_a_prompt_are_those_of_the_following_seeds(batch: int, generate: Generate) -> None:
     words: tuple[object, ...] = ("--prompt", "def ", "--prompt", "class Toy", "--max-tokens", 6, "--temperature", 1.5)
-    alone = [lines_of(generate(*words, "--json", "--seed", 3 + sample)[1]) for sample in range(2)]
+    alone = [lines_of(generate(*words, "--json", "--seed", 3 + sample)) for sample in range(2)]
     expected = [{**alone[sample][prompt], "sample": sample} for prompt in range(2) for sample in range(2)]
     assert expected[0]["text"] != expected[1]["text"]
     words = (*words, "--seed", 3, "--samples", 2, "--batch", batch)
-    code, out, err = generate(*words, "--json")
-    assert code == 0, err
+    out = generate(*words, "--json")
     assert lines_of(out) == expected
-    out = generate(*words)[1]
+    out = generate(*words)
     headers = [f"--- {prompt} of 2, sample {sample} of 2" for prompt in (1, 2) for sample in (1, 2)]
     each = zip(headers, expected, strict=True)
     assert out == "".join(f"{header}\n{line['prompt']}{line['text']}\n" for header, line in each)
@@ -78,8 +76,7 @@ def test_prompts_of_files(tmp_path: Path, generate: Generate) -> None:
     plain.write_text(f"def \r\n\n{odd}\n", encoding="utf-8", newline="")
     structured.write_text('{"prompt": "a\\nb"}\n{"prompt": "class ", "id": 7}\n')
     for file, expected in ((plain, ["x", "def ", odd]), (structured, ["x", "a\nb", "class "])):
-        code, out, _ = generate("--prompts", file, "--prompt", "x", "--json", *SHORT)
-        assert code == 0
+        out = generate("--prompts", file, "--prompt", "x", "--json", *SHORT)
         assert [each["prompt"] for each in lines_of(out)] == expected
 
 
@@ -88,8 +85,7 @@ def test_standard_input(
     words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch, generate: Generate
 ) -> None:
     type_in(monkeypatch, b"a\nb\n")
-    code, out, _ = generate(*words, "--json", *SHORT)
-    assert code == 0
+    out = generate(*words, "--json", *SHORT)
     assert [each["prompt"] for each in lines_of(out)] == expected
 
 
@@ -112,10 +108,12 @@ def test_standard_input(
         pytest.param(b"", ["--chat", "--prompt", "hello"], "has no chat template", marks=pytest.mark.slow),
     ],
 )
-def test_mistakes(content: bytes, words: list[str], expected: str, tmp_path: Path, generate: Generate) -> None:
+def test_mistakes(
+    content: bytes, words: list[str], expected: str, tmp_path: Path, checkpoint: Path, capsys: Capture
+) -> None:
     file = tmp_path / "p.jsonl"
     file.write_bytes(content)
-    code, out, err = generate(*(str(file) if w == "FILE" else w for w in words))
+    code, out, err = say(capsys, "generate", checkpoint, *(str(file) if w == "FILE" else w for w in words))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and expected in err
 
@@ -125,10 +123,9 @@ def test_chats_of_a_file(chat: Path, tmp_path: Path, generate: Generate) -> None
     said = [{"role": "system", "content": "brief"}, {"role": "user", "content": "hi"}]
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": said}) + '\n{"prompt": "hello"}\n')
-    code, out, err = generate("--chat", "--prompts", file, "--json", *SHORT)
-    assert code == 0, err
+    out = generate("--chat", "--prompts", file, "--json", *SHORT)
     rendered = ("[system]brief\n[user]hi\n[assistant]", "[user]hello\n[assistant]")
-    plain = [lines_of(generate("--prompt", each, "--json", *SHORT)[1])[0] for each in rendered]
+    plain = [lines_of(generate("--prompt", each, "--json", *SHORT))[0] for each in rendered]
     first, second = lines_of(out)
     assert first == {"messages": said, "text": plain[0]["text"], "tokens": plain[0]["tokens"]}
     assert second == {**plain[1], "prompt": "hello"}
@@ -139,19 +136,20 @@ def test_a_dialog_remembers_what_was_said(chat: Path, monkeypatch: pytest.Monkey
     said = iter(["one", "two", ""])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: next(said))
-    code, out, err = generate("--chat", *SHORT)
-    assert code == 0, err
-    answer = lines_of(generate("--chat", "--prompt", "one", "--json", *SHORT)[1])[0]["text"]
+    out = generate("--chat", *SHORT)
+    answer = lines_of(generate("--chat", "--prompt", "one", "--json", *SHORT))[0]["text"]
     history = f"[user]one\n[assistant]{answer}\n[user]two\n[assistant]"
-    again = lines_of(generate("--prompt", history, "--json", *SHORT)[1])[0]["text"]
+    again = lines_of(generate("--prompt", history, "--json", *SHORT))[0]["text"]
     assert out == f"An empty line or Ctrl-D ends the chat.\n{answer}\n{again}\n"
 
 
-def test_text_beyond_the_context_is_a_warning(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("--prompt", "def ", *SHORT, "--json")
-    code, out, err = generate(*words)
+def test_text_beyond_the_context_is_a_warning(
+    checkpoint: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("generate", checkpoint, "--prompt", "def ", *SHORT, "--json")
+    code, out, err = say(capsys, *words)
     assert (code, err) == (0, "")
     monkeypatch.setattr(Checkpoint, "context", 5)
-    code, again, err = generate(*words)
+    code, again, err = say(capsys, *words)
     assert (code, again) == (0, out)
-    assert "but the model's context length is 5; text beyond that may be meaningless" in err
+    assert "but the model's context length is 5" in err

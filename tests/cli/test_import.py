@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from boost.train.checkpoint import WeightReader, open_checkpoint
 from boost.train.metrics import read_metrics
-from tests.cli.commands import Capture, llama_of, say
+from tests.cli.commands import Capture, done, llama_of, say
 from tests.convert.toys import write_folder
 
 STEPS = ["--train.seq_len", "32", "--train.global_batch", "2", "--train.micro_batch", "2", "--run.device", "cpu"]
@@ -25,8 +25,7 @@ def llama(tmp_path: Path, store: Path) -> Path:
 def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: Capture) -> None:
     words = ["import", str(llama), "--device", "cpu", "--budget", "0.6", "--multiple", "2"]
     words += ["--calibrate", str(store), "--calibrate-tokens", "1024"]
-    code, said, err = say(capsys, *words, "--out", str(tmp_path / "table"))
-    assert code == 0, err
+    said = done(capsys, *words, "--out", str(tmp_path / "table"))
     for text in ("mlp.down", "48 x 32", "cost", "linears: ", "held-out loss: "):
         assert text in said
     # Per block 7,680 parameters in linears (2 of 32 x 32, 2 of 16 x 32, 3 of 48 x 32) and 64 in norms.
@@ -35,10 +34,9 @@ def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: Ca
     assert of["linears"] == 2 * 7_680 and of["factors"] <= 0.6 * of["linears"]
     assert (of["before"], of["before"] - of["after"], of["untied"]) == (whole, of["linears"] - of["factors"], 0)
     share = f"{of['factors'] / 15_360:.1%}"
-    assert f"parameters instead of 15,360 ({share}; --budget allows 60.0% and counts only linears)" in said
+    assert f"parameters instead of 15,360 ({share}; --budget allows 60.0%" in said
     assert f"whole model: {of['after']:,} parameters instead of {whole:,} ({of['after'] / whole:.1%})\n" in said
-    code, said, _ = say(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
-    assert code == 0
+    said = done(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
     assert 0 < json.loads(said)["loss"] < 20
 
 
@@ -53,11 +51,9 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
     for number, words in enumerate(([], ["--energy", "0.9"], calibrated)):
         out = tmp_path / str(number)
         command = ["import", str(llama), "--out", str(out), "--device", "cpu", *words]
-        code, _, err = say(capsys, *command)
-        assert code == 0, err
+        done(capsys, *command)
         shutil.rmtree(out)
-        code, said, err = say(capsys, *command, "--untie", *["--json"] * (not words))
-        assert code == 0, err
+        said = done(capsys, *command, "--untie", *["--json"] * (not words))
         if not words:
             facts = json.loads(said)
             assert facts["parameters"] - facts["untied_parameters"] == 2 * (7_680 + 64) + 32 + 9_600
@@ -65,7 +61,7 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
         of = json.loads((out / "report.json").read_text())["parameters"]
         assert (of["before"], of["untied"]) == (2 * (7_680 + 64) + 32 + 9_600, 9_600)
         whole = f"{of['after']:,} parameters instead of {of['before']:,} ({of['after'] / of['before']:.1%})"
-        assert f"whole model: {whole}; untying the head from the embedding added 9,600" in said
+        assert f"whole model: {whole}; untying the head" in said and "embedding added 9,600" in said
         assert "energy kept" in said and "relative error" in said
         assert "9600" in next(line for line in said.splitlines() if line.startswith("untied parameters"))
 
@@ -73,8 +69,7 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
 @pytest.mark.slow
 def test_a_run_starts_from_weights_and_is_resumed(llama: Path, store: Path, tmp_path: Path, capsys: Capture) -> None:
     start, run = str(tmp_path / "c"), tmp_path / "run"
-    code, said, err = say(capsys, "import", str(llama), "--out", start, "--rank", "32", "--device", "cpu", "--json")
-    assert code == 0, err
+    said = done(capsys, "import", str(llama), "--out", start, "--rank", "32", "--device", "cpu", "--json")
     assert {row["rank"] for row in json.loads(said)["report"]["linears"]} == {16, 32}
     words = ["train", "--start-from", start, "--data.store", str(store), "--run.dir", str(run), *STEPS]
     code, said, err = say(capsys, *words, "--train.steps", "1", "--optim.lr", "1e-30")

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from boost.cli.main import main
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, done, say
 from tests.plan.toys import LAYOUTS
 
 
 def facts(capsys: Capture, *words: str) -> dict[str, Any]:
-    code, out, _ = say(capsys, "inspect", *words, "--json")
-    assert code == 0
-    result: dict[str, Any] = json.loads(out)
+    result: dict[str, Any] = json.loads(done(capsys, "inspect", *words, "--json"))
     return result
 
 
@@ -32,8 +30,7 @@ def test_json_and_text_for_every_layout(name: str, tp: str, capsys: Capture) -> 
         ratios = [whole // part for whole, part in zip(weight["global"], weight["local"], strict=True)]
         assert sorted(ratios)[-1] == (int(tp) if weight["cut"].startswith("dim") else 1)
         assert weight["partial"] == weight["cut"].startswith("replicated, gradient")
-    code, out, _ = say(capsys, "inspect", "boost-7b", *words, "--tp", tp)
-    assert code == 0
+    out = done(capsys, "inspect", "boost-7b", *words, "--tp", tp)
     assert max(len(line) for line in out.splitlines()) <= 100
     assert "…" not in out
     assert all(weight["name"].removeprefix("layers.N.") in out for weight in found["weights"])
@@ -68,8 +65,7 @@ def test_memory_of_stages_and_shards(words: list[str], extra: str, capsys: Captu
 
 
 def memory_table(capsys: Capture, *words: str) -> str:
-    code, out, _ = say(capsys, "inspect", *words)
-    assert code == 0
+    out = done(capsys, "inspect", *words)
     assert max(len(line) for line in out.splitlines()) <= 100
     return out[out.index("memory of one process") :]
 
@@ -153,8 +149,7 @@ def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: Capture) -> None:
     _, resolved, _ = (main(["config", "demo"]), *capsys.readouterr())
     (tmp_path / "mine.toml").write_text(resolved)
     picture = tmp_path / "block.svg"
-    code, out, _ = say(capsys, "inspect", str(tmp_path / "mine.toml"), "--layout", "btp-sp", "--svg", str(picture))
-    assert code == 0
+    out = done(capsys, "inspect", str(tmp_path / "mine.toml"), "--layout", "btp-sp", "--svg", str(picture))
     assert out.startswith("model       mine: cola, 4 blocks") and f"{picture} written" in out
     text = picture.read_text(encoding="utf-8")
     assert text.startswith("<?xml") and "btp-sp · mine · TP 2" in text

@@ -13,8 +13,9 @@ import pytest
 from boost.cli.main import COMMAND_GROUPS, COMMANDS, main, split_overrides
 from boost.cli.terminal import print_rows
 from boost.data.report import FileReport
+from boost.errors import ConfigError
 from boost.train.console import PlainConsole
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, done, say
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -121,15 +122,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_debug_shows_the_traceback() -> None:
-    from boost.errors import ConfigError
-
     with pytest.raises(ConfigError):
         main(["config", "nothing", "--debug"])
 
 
 def test_config_prints_what_train_takes(tmp_path: Path, capsys: Capture) -> None:
-    code, resolved, _ = say(capsys, "config", "cola-1b", "--parallel.tp", "4", "--model.ffn_dim", "5472")
-    assert code == 0
+    resolved = done(capsys, "config", "cola-1b", "--parallel.tp", "4", "--model.ffn_dim", "5472")
     (tmp_path / "run.toml").write_text(resolved)
     assert say(capsys, "config", str(tmp_path / "run.toml"))[1] == resolved
     assert say(capsys, "config", str(tmp_path / "run.toml"), "--check")[0] == 0

@@ -7,7 +7,7 @@ import pytest
 
 from boost.data.prepare import PrepareOptions, prepare
 from boost.train.metrics import read_metrics
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, done
 from tests.data.chats import TEXT, chat_tokenizer, write_conversations
 from tests.train.commands import toml
 
@@ -31,24 +31,19 @@ def test_a_mixture_is_trained_resumed_evaluated_and_talked_to(mixture: str, tmp_
     config = toml(Path("unused"), tp=1, **SIZES).replace('store = "unused"', f"mixture = {mixture}")
     config = config.replace("= 300", "= 304")
     (file := tmp_path / "run.toml").write_text(f'{config}dir = "{run}"\n')
-    code, out, err = say(capsys, "train", file)
-    assert code == 0, err
+    out = done(capsys, "train", file)
     assert "66.7% chat: " in out and "33.3% text: " in out
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"]
     for line in lines:
         losses = line["heldout_losses"]
         assert line["heldout_loss"] == pytest.approx((2 * losses["chat"] + losses["text"]) / 3, rel=1e-12)
         assert f"(chat {losses['chat']:.4f}  text {losses['text']:.4f})" in out
-    code, out, err = say(capsys, "eval", run, "--json")
-    assert code == 0, err
+    out = done(capsys, "eval", run, "--json")
     assert json.loads(out)["losses"] == pytest.approx(lines[-1]["heldout_losses"], rel=1e-6)
-    code, out, err = say(capsys, "eval", run)
-    assert "loss on chat" in out and "loss on text" in out, err
-    code, out, err = say(capsys, "generate", run, "--chat", "--prompt", "why", "--max-tokens", "5", "--json")
-    assert code == 0, err
-    code, out, err = say(capsys, "train", file, "--resume", "auto", "--train.steps", "8")
-    assert code == 0, err
+    out = done(capsys, "eval", run)
+    assert "loss on chat" in out and "loss on text" in out
+    done(capsys, "generate", run, "--chat", "--prompt", "why", "--max-tokens", "5", "--json")
+    done(capsys, "train", file, "--resume", "auto", "--train.steps", "8")
     begun = tmp_path / "begun"
     words = ("--start-from", run, "--run.dir", begun, "--train.steps", "2")
-    code, out, err = say(capsys, "train", file, *words)
-    assert code == 0 and f"initialized from the weights of {run}" in out, err
+    assert f"initialized from the weights of {run}" in done(capsys, "train", file, *words)

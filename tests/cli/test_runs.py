@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from boost.train.metrics import RunEnd
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, refused, say
 from tests.measure.made_runs import make_run
 
 
@@ -29,5 +29,4 @@ def test_list(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_a_folder_without_runs_is_one_line(capsys: Capture) -> None:
-    code, _, err = say(capsys, "runs", "list", "nowhere")
-    assert code == 2 and err.count("\n") == 1 and "no runs in 'nowhere'" in err
+    assert "no runs in 'nowhere'" in refused(capsys, "runs", "list", "nowhere")

@@ -16,7 +16,7 @@ from boost.errors import ConfigError
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from boost.train.run_lock import require_unlocked
-from tests.cli.commands import Capture, say
+from tests.cli.commands import Capture, done, refused, say
 from tests.train.commands import LIMIT_S, QUIET, ForkedPython, boost_command, toml
 
 pytestmark = pytest.mark.slow
@@ -100,13 +100,11 @@ def test_a_killed_run_resumes_to_the_last_bit(config: Path, whole: Path, tmp_pat
     assert steps_before < STEPS
     assert complete_checkpoints(killed / "checkpoints")
 
-    code, _, err = say(capfd, "train", config, "--run.dir", killed)
-    assert code == 2 and "already holds a run" in err and "--resume auto" in err
+    err = refused(capfd, "train", config, "--run.dir", killed)
+    assert "already holds a run" in err and "--resume auto" in err
     assert len(read_metrics(killed / "metrics.jsonl")) == steps_before, "nothing is lost by the mistake"
 
-    code, out, err = say(capfd, "train", config, "--run.dir", killed, "--resume", "auto")
-    assert code == 0, err
-    assert "resumed at step" in out
+    assert "resumed at step" in done(capfd, "train", config, "--run.dir", killed, "--resume", "auto")
     assert numbers(killed) == numbers(whole)
     shards = [complete_checkpoints(run / "checkpoints")[-1] / "tensors" for run in (whole, killed)]
     for name in sorted(file.name for file in shards[0].iterdir()):
@@ -137,12 +135,9 @@ def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd:
     run = whole
     evaluations, texts = [], []
     for tp in (1, 2):
-        code, out, err = say(capfd, "eval", run, "--tp", tp, "--json")
-        assert code == 0, err
-        evaluations.append(json.loads(out))
+        evaluations.append(json.loads(done(capfd, "eval", run, "--tp", tp, "--json")))
         words = ["--prompt", "def ", "--max-tokens", 20, "--seed", 3, "--tp", tp, "--json"]
-        code, out, err = say(capfd, "generate", run, *words)
-        assert code == 0, err
+        out = done(capfd, "generate", run, *words)
         texts.append(json.loads(out))
     trained = [m for m in read_metrics(run / "metrics.jsonl") if m["kind"] == "eval"][-1]
     for evaluation in evaluations:
@@ -151,10 +146,9 @@ def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path, capfd:
         assert evaluation["perplexity"] == pytest.approx(2.718281828 ** evaluation["loss"], rel=1e-4)
     assert texts[0]["tokens"] == texts[1]["tokens"]
     assert 0 < len(texts[0]["tokens"]) <= 20
-    code, out, _ = say(capfd, "generate", run, "--prompt", "def ", "--max-tokens", 20, "--seed", 3)
+    out = done(capfd, "generate", run, "--prompt", "def ", "--max-tokens", 20, "--seed", 3)
     assert out == f"def {texts[0]['text']}\n"
-    code, _, err = say(capfd, "eval", run, "--tp", 3)
-    assert code == 2 and "parallel.tp = 3 must divide" in err
+    assert "parallel.tp = 3 must divide" in refused(capfd, "eval", run, "--tp", 3)
 
 
 def command_with_small_files(words: list[str]) -> int:

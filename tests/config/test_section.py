@@ -144,9 +144,9 @@ def test_a_class_of_another_package_is_a_choice_by_being_imported() -> None:
     assert (config.model.rank, config.model.low_rank, config.model.family) == (128, True, "ternary")
     assert build_optimizer([], config, Mesh(toy.CPU)) == ("built", 3e-3)
     assert "lion: The sign of the momentum." in (dict(fields())["optim.name"].description or "")
-    with pytest.raises(ConfigError, match="lion_warmth = 9 belongs to optim.name = 'lion', not to 'adamw'"):
+    with pytest.raises(ConfigError, match="lion_warmth = 9 belongs to optim.name = 'lion', not"):
         load(None, ["--optim.lion_warmth", "9"])
-    with pytest.raises(ConfigError, match="'lino' is not one of adamw, loro, muon, lion; did you mean 'lion'"):
+    with pytest.raises(ConfigError, match="'lino' is not one of .*; did you mean 'lion'"):
         load(None, ["--optim.name", "lino"])
 
 

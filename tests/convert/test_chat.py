@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 import boost
 from boost.convert.export import export
@@ -30,8 +31,6 @@ GENERATION = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id
 
 def chat_folder(path: Path, store: Path, templates: dict[str, str], layout: str) -> Path:
     """A tiny chat model whose folder stores its templates as `layout` says."""
-    from tokenizers import AddedToken, Tokenizer
-
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
     for text in ("<|im_start|>", "<|im_end|>", "<tool>"):
         tokenizer.add_tokens([AddedToken(text, special=text != "<tool>", normalized=False)])
@@ -135,10 +134,9 @@ def test_a_run_keeps_what_it_starts_from(tmp_path: Path, store: Path, capsys: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "start"), [("svd", 300), ("cola", None), ("lax", 300)])
-def test_a_folder_saved_again_keeps_its_tokenizer(family: str, start: int | None, tmp_path: Path, store: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer
-
+def test_a_folder_saved_again_keeps_its_tokenizer(
+    family: str, start: int | None, tmp_path: Path, store: Path, transformers: Any
+) -> None:
     original = Tokenizer.from_file(str(store / "tokenizer.json"))
     original.add_special_tokens(["<s>"] if start else [])
     original.save(str(tmp_path / "tokenizer.json"))

@@ -104,7 +104,7 @@ def test_calibration_text_needs_the_models_tokenizer(tmp_path: Path, store: Path
     (tmp_path / "theirs" / "tokenizer.json").unlink()
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     llama_folder(tmp_path / "small", **{**config, "vocab_size": 64})
-    with pytest.raises(ConfigError, match=r"--calibrate = .* has token ids up to \d+, but model.vocab_size = 64"):
+    with pytest.raises(ConfigError, match=r"--calibrate = .*, but model.vocab_size = 64"):
         compressed(tmp_path / "small", tmp_path / "out", store, 0.5)
 
 

@@ -44,7 +44,7 @@ SAFETENSORS = {
 @pytest.mark.parametrize("name", SAFETENSORS)
 def test_headers_of_safetensors(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(SAFETENSORS[name])
-    with pytest.raises(BoostError, match=r"model\.safetensors' is damaged or is not a safetensors file: ") as caught:
+    with pytest.raises(BoostError, match=r"model\.safetensors' is damaged or is not a ") as caught:
         TensorFolder(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 
 from boost.convert.export import export
+from boost.convert.vocabulary import read_vocabulary
+from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.train.checkpoint import open_checkpoint
@@ -182,8 +185,6 @@ def test_bfloat16_tokenizer_and_generation_configuration(tmp_path: Path, store: 
     assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (0, 0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    from boost.data.tokenizer import load_tokenizer
-
     text = "def main(x):\n    return x + 1\n"
     assert tokenizer(text)["input_ids"] == load_tokenizer(store / "tokenizer.json").encode(text).ids
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -219,11 +220,6 @@ POST_PROCESSORS: dict[str, tuple[dict[str, Any], int | None]] = {
 def test_a_prompt_is_encoded_as_generate_does(kind: str, family: str, tmp_path: Path, store: Path) -> None:
     """As `boost generate`, for any post-processor of the tokenizer: training used none of it, and an end of text would end the
     prompt."""
-    from tokenizers import Tokenizer, processors
-
-    from boost.convert.vocabulary import read_vocabulary
-    from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-
     template, bos = POST_PROCESSORS[kind]
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>", "</s>"])
@@ -258,8 +254,6 @@ def test_a_prompt_is_encoded_as_generate_does(kind: str, family: str, tmp_path: 
 @pytest.mark.parametrize("name", ["extra_special_tokens", "additional_special_tokens"])
 def test_special_tokens_are_written_for_every_version_of_transformers(name: str, tmp_path: Path, store: Path) -> None:
     """transformers 5 saves them as a list under a name for which 4 expects a mapping."""
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
     tokenizer.add_special_tokens(["<a>", "<b>"])
     theirs = tmp_path / "theirs"
@@ -280,10 +274,7 @@ def test_what_an_export_changes_is_said(tmp_path: Path, store: Path) -> None:
     done = export(open_checkpoint(path), tmp_path / "out", None, True, GB)
     kept = export(open_checkpoint(path), tmp_path / "kept", None, False, GB)
     merged, act = done.notes
-    assert merged == (
-        f"the factors are merged into dense linears: {done.parameters:,} parameters instead of {kept.parameters:,}; "
-        "--no-merge (merge=False) keeps them"
-    )
+    assert f"{done.parameters:,} parameters instead of {kept.parameters:,}; --no-merge (merge=False) keeps" in merged
     assert "MLX-LM ignores it" in act and "vLLM refuses it; --no-merge" in act
     assert kept.notes == []
 

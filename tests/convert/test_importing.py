@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 import boost
 from boost.convert.export import export
 from boost.convert.spectrum import Truncation
+from boost.data.store import TokenStore
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
 from boost.train.generate import generate
@@ -63,8 +65,9 @@ def test_a_llama_comes_back_to_the_byte(tmp_path: Path, dtype: torch.dtype) -> N
     "changes", [{}, {"tie_word_embeddings": True}, {"hidden_act": "linear"}, {"num_key_value_heads": 4}]
 )
 @pytest.mark.slow
-def test_an_imported_llama_is_the_function_that_transformers_has(tmp_path: Path, changes: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_an_imported_llama_is_the_function_that_transformers_has(
+    tmp_path: Path, changes: dict[str, Any], transformers: Any
+) -> None:
     llama_folder(tmp_path / "theirs", **changes)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     # As transformers itself writes it: several files, and its own form of config.json.
@@ -98,9 +101,10 @@ STOCK: list[tuple[str, dict[str, Any]]] = [
 @torch.no_grad()
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fields"), STOCK)
-def test_models_of_other_classes_come_in_and_go_back(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_models_of_other_classes_come_in_and_go_back(
+    kind: str, fields: dict[str, Any], tmp_path: Path, transformers: Any
+) -> None:
     """The function to 1e-5, greedy text, the bytes of all tensors, and factors of all ranks that are the whole."""
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **fields}))
     for name, weight in theirs.named_parameters():
@@ -165,9 +169,8 @@ LLAMA_3_ROPE = {
     ids=["both", "new", "theta in the old one", "old", "theta at the top", "no original length"],
 )
 def test_settings_with_two_spellings_are_read_as_transformers_does(
-    tmp_path: Path, changes: dict[str, Any], has_head: bool
+    tmp_path: Path, changes: dict[str, Any], has_head: bool, transformers: Any
 ) -> None:
-    transformers = pytest.importorskip("transformers")
     config = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | changes
     config["tie_word_embeddings"] = True
     tensors = llama_folder(tmp_path / "theirs")
@@ -190,8 +193,7 @@ TIED = ["llama", "llama with a stored head", "cola", "cola-gqa", "lax-tensor"]
 
 
 @pytest.mark.parametrize("form", TIED)
-def test_a_tied_folder_stays_tied_unless_asked(form: str, tmp_path: Path, store: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_a_tied_folder_stays_tied_unless_asked(form: str, tmp_path: Path, store: Path, transformers: Any) -> None:
     theirs, head = tmp_path / "theirs", "lm_head.weight"
     if form.startswith("llama"):
         tensors, config = llama_folder(theirs), dict(LLAMA)
@@ -299,9 +301,8 @@ def test_our_own_exports_come_back_to_the_byte(case: str, tmp_path: Path, store:
 
 
 @pytest.mark.slow
-def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path) -> None:
+def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path, transformers: Any) -> None:
     """Such as after fine-tuning elsewhere: our fields are still there, in transformers' form of config.json."""
-    transformers = pytest.importorskip("transformers")
     first = exported(tmp_path, CASES["lax-tensor"][0], store / "tokenizer.json")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(first, trust_remote_code=True)
     with torch.no_grad():
@@ -345,8 +346,6 @@ def test_half_precision_that_would_overflow_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Path) -> None:
-    from boost.data.store import TokenStore
-
     llama_folder(tmp_path / "theirs", vocab_size=300)
     (tmp_path / "theirs" / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
     bring(tmp_path / "theirs", tmp_path / "out")
@@ -358,11 +357,8 @@ def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Pa
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_a_prompt_starts_as_the_tokenizer_does(adds: bool, tmp_path: Path, store: Path) -> None:
+def test_a_prompt_starts_as_the_tokenizer_does(adds: bool, tmp_path: Path, store: Path, transformers: Any) -> None:
     """Whatever bos_token config.json and tokenizer_config.json name, as in transformers; and so it does after an export."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, processors
-
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     start = tokenizer.token_to_id("<s>")
@@ -478,8 +474,8 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lists the missing file 'gone.safetensors'"):
         bring(tmp_path / "theirs", tmp_path / "out")
     for strange in (["x"], 3, {"a": "b"}, None, "../theirs/model.safetensors", "/etc/passwd", ".."):
-        index = {"weight_map": {"a": strange, "b": "model.safetensors"}}
-        (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+        text = json.dumps({"weight_map": {"a": strange, "b": "model.safetensors"}})
+        (tmp_path / "theirs" / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"index\.json': weight_map = .* is not a valid file name"):
             bring(tmp_path / "theirs", tmp_path / "out")
     (tmp_path / "theirs" / "config.json").write_text("{")
@@ -519,9 +515,7 @@ def test_two_sets_of_weights_are_the_one_that_transformers_loads(newer: str, tmp
     (note,) = bring(theirs, tmp_path / "shards").notes
     assert f"those in {shard}, as" in note and "also has model-00002-of-00002.safetensors, which" in note
     (theirs / index).unlink()
-    with pytest.raises(
-        CheckpointError, match=r"2 safetensors files \(model-00001-of-00001\.safetensors, .* no model\.saf.*index"
-    ):
+    with pytest.raises(CheckpointError, match=r"2 safetensors files \(model-00001-of-.* no model\..*index"):
         bring(theirs, tmp_path / "neither")
 
 
@@ -529,14 +523,14 @@ def test_an_adapter_next_to_the_weights_is_refused_with_the_command_that_merges(
     llama_folder(tmp_path / "theirs")
     (tmp_path / "theirs" / "adapter_config.json").write_text("{}")
     for way in (bring, boost.Model.from_pretrained):
-        with pytest.raises(CheckpointError, match=r"has an adapter .* AutoPeftModelForCausalLM.*merge_and_unload\(\)"):
+        with pytest.raises(CheckpointError, match=r"has an adapter .*merge_and_unload\(\)"):
             way(tmp_path / "theirs", *[tmp_path / "out"] * (way is bring))
 
 
 def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
     llama_folder(tmp_path / "theirs", attention_dropout=0.1, sliding_window=None, use_cache=True)
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
-    assert note == "import does not use these fields of config.json: attention_dropout = 0.1"
+    assert note.endswith("fields of config.json: attention_dropout = 0.1")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
@@ -558,8 +552,6 @@ def test_weights_that_are_not_finite_are_counted_and_refused(value: float, tmp_p
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_named(tmp_path: Path, store: Path) -> None:
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     llama_folder(tmp_path / "theirs", vocab_size=size)

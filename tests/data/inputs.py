@@ -1,5 +1,9 @@
 """Reads sources for the tests of readers: the accepted text and the report."""
 
+import bz2
+import gzip
+import lzma
+
 from boost.data.report import PrepareReport
 
 
@@ -29,12 +33,16 @@ def notes(report):
     return _examples(report, "notes")
 
 
+def write_texts(folder, texts):
+    """A new folder with a text file for each text."""
+    folder.mkdir()
+    for i, text in enumerate(texts):
+        (folder / f"{i:02}.txt").write_text(text, "utf-8")
+    return folder
+
+
 def compressed(path, data):
     """Writes data with the compression of the path's suffix."""
-    import bz2
-    import gzip
-    import lzma
-
     import pyarrow
 
     if path.suffix == ".zst":

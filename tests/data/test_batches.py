@@ -110,7 +110,7 @@ def test_stores_of_equal_size_are_not_read_in_step():
 
 
 def test_a_store_of_a_mixture_that_is_too_small_is_named():
-    with pytest.raises(DataError, match="STORE1: split 'train' has 9 tokens, but one sequence needs at least"):
+    with pytest.raises(DataError, match="STORE1: split 'train' has 9 tokens, but"):
         Batches(mixed(301, 9), 10, 1, 0)
 
 
@@ -139,7 +139,7 @@ def test_documents_are_found_among_thousands(shortest: int) -> None:
 
 
 def test_corpus_shorter_than_a_sequence():
-    with pytest.raises(DataError, match=r"10 tokens, but one sequence needs at least 10 \+ 1; set train.seq_len to 9"):
+    with pytest.raises(DataError, match=r"10 tokens, but .* 10 \+ 1; set train.seq_len to 9"):
         Batches(make_split(10), 10, 1, 0)
     assert Batches(make_split(10), 9, 1, 0).n_samples == 1
 
@@ -185,9 +185,7 @@ def test_a_batch_names_a_token_beyond_the_vocabulary_of_its_store():
     object.__setattr__(batches.splits[0], "largest_token", 20)  # below the tokens of the other store, too
     batches.samples([0, 1, *range(4, 8)])
     for sample, row in ((2, 20), (3, 30)):
-        with pytest.raises(
-            DataError, match=rf"STORE0: train.tokens contains token id .. near position {row}, above .* 20"
-        ):
+        with pytest.raises(DataError, match=rf"STORE0: .* token id .. near position {row}, above .* 20"):
             batches.samples([0, sample, 4])
 
 

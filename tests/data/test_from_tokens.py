@@ -175,9 +175,7 @@ def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
     with pytest.raises(DataError, match="the heldout split contains no token ids: 1 skipped: 1 empty"):
         prepare(options(tmp_path, tokenizer, tmp_path))
     np.array([5, 0], "<u2").tofile(tmp_path / "one.bin")
-    with pytest.raises(
-        DataError, match="only one document, .* --heldout-from, or pass the end-of-document token with --eos"
-    ):
+    with pytest.raises(DataError, match="only one document, .* --heldout-from, or .* with --eos"):
         prepare(options(tmp_path, tokenizer, tmp_path / "one.bin"))
 
 
@@ -283,7 +281,7 @@ def test_a_megatron_file_that_does_not_match_its_index(tmp_path):
     index = write_megatron(tmp_path / "x", DOCUMENTS)
     data = index.with_suffix(".bin").read_bytes()
     index.with_suffix(".bin").write_bytes(data[:-2])
-    with pytest.raises(DataError, match=r"x\.bin has 28 bytes, but x\.idx expects 30; copy the file again"):
+    with pytest.raises(DataError, match=r"x\.bin has 28 bytes, but x\.idx expects 30"):
         open_token_files(index, "uint16")
     index.with_suffix(".bin").unlink()
     with pytest.raises(DataError, match=r"x\.bin: no such file"):
@@ -304,13 +302,13 @@ def test_a_dtype_that_cannot_be_right_is_an_error(tmp_path, tokenizer, ids):
         open_token_files(tmp_path / "wide.bin", "uint16")
     np.arange(1, 50).astype("<u2").tofile(tmp_path / "narrow.bin")
     made = TokenInput(options(tmp_path, tokenizer, tmp_path / "narrow.bin"))
-    with pytest.raises(DataError, match="--token-dtype uint16 cannot hold the ids of a vocabulary of 70000 tokens"):
+    with pytest.raises(DataError, match="--token-dtype uint16 cannot hold .* 70000 tokens"):
         list(made.parts(0, 70_000, PrepareReport(), Progress()))
 
 
 def test_half_an_id_is_an_error(tmp_path):
     (tmp_path / "x.bin").write_bytes(bytes(7))
-    with pytest.raises(DataError, match="7 bytes are not a whole number of uint16 ids; check --token-dtype"):
+    with pytest.raises(DataError, match="7 bytes are not a whole number of uint16 ids"):
         documents_of(tmp_path / "x.bin")
 
 
@@ -336,10 +334,8 @@ def test_the_header_of_llmc_is_no_tokens(magic, version, dtype, tokenizer, ids, 
         assert store.split(name).tokens[:].tolist() == [*chain.from_iterable([*document, 0] for document in documents)]
     assert store.report["sources"][0]["skipped"]["empty"]["count"] == 2  # before the first eos of each file
     (tmp_path / "val.bin").write_bytes((tmp_path / "val.bin").read_bytes()[:-4])
-    with pytest.raises(
-        DataError, match=r"val\.bin: \d+ bytes do not hold the \d+ ids of its header; copy the file again"
-    ):
+    with pytest.raises(DataError, match=r"val\.bin: \d+ bytes do not hold the \d+ ids"):
         open_token_files(tmp_path, "uint16")
     write_llmc(tmp_path / "train.bin", ids, magic, 3, dtype)
-    with pytest.raises(DataError, match=r"train\.bin: version 3 of llm\.c's token files is not supported"):
+    with pytest.raises(DataError, match=r"train\.bin: version 3 .* is not supported"):
         open_token_files(tmp_path, "uint16")

@@ -89,9 +89,9 @@ def test_a_single_store_is_what_it_was_before_there_were_mixtures(stores: dict[s
 
 
 def test_what_cannot_be_mixed(stores: dict[str, str]) -> None:
-    with pytest.raises(DataError, match=r"c: its tokenizer .* differs from that of '.*a' in data.mixture"):
+    with pytest.raises(DataError, match=r"c: its tokenizer .* differs .* '.*a' in data.mixture"):
         Corpus.open({stores["a"]: 0.7, stores["c"]: 0.3})
-    with pytest.raises(DataError, match=r"d: its documents end with token \d+, .*; prepare it with the same --eos"):
+    with pytest.raises(DataError, match=r"d: its documents end with token \d+, .* --eos"):
         Corpus.open({stores["a"]: 0.7, stores["d"]: 0.3})
     with pytest.raises(ConfigError, match="are the same store"):
         Corpus.open({stores["a"]: 0.7, f"{stores['a']}/../a": 0.3})

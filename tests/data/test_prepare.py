@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from boost.data import encode
 from boost.data.prepare import PrepareOptions, Progress, prepare
 from boost.data.readers import Document
 from boost.data.report import FileReport
@@ -19,15 +21,12 @@ from boost.data.store import TokenStore
 from boost.data.tokenizer import parse_tokenizer
 from boost.data.writer import locked, sibling
 from boost.errors import DataError, StorageError
+from tests.data.inputs import write_texts
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i:02}.txt").write_text(f"file {i}\n" + f"some words of number {i}\n" * 5)
-    return folder
+    return write_texts(tmp_path / "texts", (f"file {i}\n" + f"some words of number {i}\n" * 5 for i in range(40)))
 
 
 def options(corpus, **changes):
@@ -187,8 +186,6 @@ def test_same_input_elsewhere_gives_the_same_bytes(corpus, tmp_path):
 
 
 def test_wide_vocabularies_need_wide_tokens(corpus, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     words = ["<unk>", "</s>", *(f"w{i}" for i in range(70_000))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -200,22 +197,17 @@ def test_wide_vocabularies_need_wide_tokens(corpus, tmp_path):
 
 
 def test_unknown_tokens_are_reported(corpus, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "words": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
     store = prepare(options(corpus, tokenizer=str(tmp_path / "words.json"))).store
     unknown = sum(int(store.split(name).token_counts()[0]) for name in ("train", "heldout"))
     assert unknown == 40 * (2 + 5 * 4)
-    assert store.report["notes"] == [
-        f"count of the unknown token: {unknown}; the tokenizer cannot represent all of the text"
-    ]
+    (note,) = store.report["notes"]
+    assert note.startswith(f"count of the unknown token: {unknown}; ")
 
 
 def test_long_documents_are_encoded_in_pieces(corpus, monkeypatch):
-    from boost.data import encode
-
     whole = prepare(options(corpus)).store
     monkeypatch.setattr(encode, "PIECE_CHARS", 40)
     monkeypatch.setattr(encode, "BATCH_CHARS", 100)
@@ -265,7 +257,7 @@ def test_empty_corpora_say_what_was_skipped(tmp_path):
         prepare(options(folder))
     (folder / "a.txt").write_text("")
     (folder / "b.bin.txt").write_bytes(b"a\0b")
-    with pytest.raises(DataError, match=r"2 skipped: 1 empty \(a\.txt\), 1 binary .*\(b\.bin\.txt: byte 1\)"):
+    with pytest.raises(DataError, match=r"2 skipped: 1 empty \(a\.txt\), 1 binary .*: byte 1\)"):
         prepare(options(folder))
     (folder / "c.txt").write_text("x")
     with pytest.raises(DataError, match="single character"):
@@ -372,7 +364,5 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(corpus):
 def test_a_limit_that_leaves_no_text_to_hold_out_is_named(corpus):
     for file in corpus.iterdir():  # long documents: each fills a batch
         file.write_text(file.read_text() * 800)
-    with pytest.raises(
-        DataError, match="the held-out text is empty: --max-tokens came first; raise --max-tokens or --heldout"
-    ):
+    with pytest.raises(DataError, match="held-out text is empty: --max-tokens came first"):
         prepare(options(corpus, max_tokens=1, heldout=0.01))

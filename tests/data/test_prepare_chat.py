@@ -88,16 +88,14 @@ def test_conversations_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     options = PrepareOptions(out=tmp_path / "store", inputs=(str(file),), tokenizer=str(tokenizer), chat=True)
     file.write_text(json.dumps({"messages": conversation(1)}) + "\n" + '{"text": "x"}\n')
-    with pytest.raises(DataError, match=r"only one conversation can be used.*1 skipped: 1 without 'messages'"):
+    with pytest.raises(DataError, match=r"only one conversation .*1 skipped: 1 without 'messages'"):
         prepare(options)
     file.write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match="no conversation can be used"):
         prepare(options)
     with pytest.raises(DataError, match="--tokenizer train:4096: with --chat, pass a folder"):
         prepare(replace(options, tokenizer="train:4096"))
-    with pytest.raises(
-        DataError, match="--chat cannot be combined with --heldout-from and --max-tokens; remove one of them"
-    ):
+    with pytest.raises(DataError, match="--chat .* combined with --heldout-from and --max-tokens"):
         prepare(replace(options, heldout_from=("more.jsonl",), max_tokens=100))
 
 

@@ -162,7 +162,7 @@ def test_damaged_compressed_files(suffix, keep, tmp_path):
     documents, report = read(FilesSource(tmp_path))
     assert documents == [("b.txt", "b")]
     assert list(skips(report)) == [(path.name, f"damaged {NAMES[suffix]} file")]
-    with pytest.raises(DataError, match=rf"a\.jsonl{suffix}: damaged {NAMES[suffix]} file.*; copy the file again"):
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix}: damaged {NAMES[suffix]} file"):
         read(FilesSource(path))
 
 
@@ -195,7 +195,7 @@ def test_xz_streams_with_padding(tmp_path):
 def test_zstd_with_a_long_window_names_the_command(tmp_path):
     """A frame header with a window of 2 GB (window descriptor: exponent 21 above 2^10), as `zstd --long=31` writes it."""
     (tmp_path / "a.txt.zst").write_bytes(bytes.fromhex("28b52ffd00") + bytes([21 << 3]) + b"\x01\0\0")
-    with pytest.raises(DataError, match=r"window above 128 MB; decompress it first: zstd -d --long=31 a\.txt\.zst"):
+    with pytest.raises(DataError, match=r"window above 128 MB; .*: zstd -d --long=31 a\.txt\.zst"):
         read(FilesSource(tmp_path / "a.txt.zst"))
 
 
@@ -390,7 +390,7 @@ def test_parquet_in_row_groups(tmp_path):
 
 def test_parquet_of_the_wrong_shape(tmp_path):
     write_parquet(tmp_path / "x.parquet", body=["a"], title=["b"], n=[1])
-    with pytest.raises(DataError, match="column 'n' does not hold strings; choose another with --text-field"):
+    with pytest.raises(DataError, match="column 'n' does not hold strings; .* --text-field"):
         read(FilesSource(tmp_path / "x.parquet", text_field="n"))
     (tmp_path / "x.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="not a valid Parquet file"):
@@ -471,7 +471,7 @@ def test_the_dialect_of_a_table_is_what_its_rows_say(name, content, texts, noted
 
 def test_numbers_are_text_if_asked_for_and_stay_as_they_are_written(tmp_path):
     (tmp_path / "x.csv").write_text("text\n007\n1.50\n")
-    with pytest.raises(DataError, match="no text column found among text; choose one with --text-field"):
+    with pytest.raises(DataError, match="no text column found among text; .* --text-field"):
         read(FilesSource(tmp_path / "x.csv"))
     documents, report = read(FilesSource(tmp_path / "x.csv", text_field="text"))
     assert [text for _, text in documents] == ["007", "1.50"]
@@ -481,7 +481,7 @@ def test_numbers_are_text_if_asked_for_and_stay_as_they_are_written(tmp_path):
 def test_a_csv_row_longer_than_the_header_is_refused(tmp_path):
     """pandas would shift the columns of the whole file, or cut this row."""
     (tmp_path / "x.csv").write_text("text\none, two\nthree\n")
-    with pytest.raises(DataError, match="not a valid CSV file: Length of header or names does not match"):
+    with pytest.raises(DataError, match="not a valid CSV file: Length of header"):
         read(FilesSource(tmp_path / "x.csv"))
 
 
@@ -496,9 +496,7 @@ def test_quotes_in_tsv_are_text(tmp_path):
 def test_a_csv_row_that_is_too_long_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_RECORD_BYTES", 1_000_000)
     (tmp_path / "x.csv").write_text("text,n\n" + "short,1\n" * 300 + "y" * 3_000_000 + ",2\n")
-    with pytest.raises(
-        DataError, match="not a valid CSV file: a row longer than 1 MB, or a quote that is never closed"
-    ):
+    with pytest.raises(DataError, match="not a valid CSV file: a row longer than 1 MB"):
         read(FilesSource(tmp_path / "x.csv"))
 
 
@@ -518,7 +516,7 @@ def test_arrow_streams_and_files(tmp_path):
     assert found == [(f"{name}.arrow:{i}", text) for name in "ab" for i, text in expected]
     skipped = "with a text field that is not a string"
     assert skips(report) == {(f"{n}.arrow", skipped): ["row 3: NoneType"] for n in "ab"}
-    assert ("a.arrow", "read from column 'body', because the file has no 'text' column of strings") in notes(report)
+    assert any(name == "a.arrow" and "from column 'body'" in note for name, note in notes(report))
     assert report.consumed == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
@@ -527,7 +525,7 @@ def test_damaged_arrow_files(name, tmp_path):
     arrow_files(tmp_path, pa.table({"text": [f"row {i}" * 50 for i in range(20)]}))
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=rf"{name}: (damaged|not a valid) Arrow file.*; correct it or copy it again"):
+    with pytest.raises(DataError, match=rf"{name}: (damaged|not a valid) Arrow file"):
         read(FilesSource(tmp_path / name))
     (tmp_path / name).write_bytes(b"something else entirely")
     with pytest.raises(DataError, match="not a valid Arrow file"):
@@ -570,12 +568,10 @@ def test_a_saved_dataset_without_a_train_split_asks(tmp_path, saved):
 
     splits = datasets.load_from_disk(str(saved))
     datasets.DatasetDict(validation=splits["train"], test=splits["test"]).save_to_disk(str(tmp_path / "other"))
-    with pytest.raises(DataError, match="has no train split; pass the folder of one of its splits: test, validation"):
+    with pytest.raises(DataError, match="has no train split; .*: test, validation"):
         FilesSource(tmp_path / "other")
     (saved / "train" / "state.json").unlink()
-    with pytest.raises(
-        DataError, match="saved: not a dataset that 'datasets' can load: FileNotFoundError: No such file"
-    ):
+    with pytest.raises(DataError, match="saved: not a dataset .*: FileNotFoundError: No such file"):
         FilesSource(saved)
 
 

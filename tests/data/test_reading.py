@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from boost.data import encode, hub, prepare
+from boost.data import encode, hub, prepare, writer
 from boost.data.prepare import PrepareOptions, Progress
 from boost.data.store import TokenStore
 from boost.data.verify import verify
@@ -101,15 +101,16 @@ def test_limits_of_tokens(c4: Path, tmp_path: Path) -> None:
     totals = [sum(each[key] for each in part.report["sources"]) for key in ("documents", "tokens", "bytes")]
     splits = [part.split(name) for name in ("train", "heldout")]
     assert totals == [sum(getattr(s, key) for s in splits) for key in ("n_documents", "n_tokens", "n_bytes")]
-    assert part.report["notes"] == ["stopped at the document that reached 1000 training tokens (--max-tokens)"]
+    (note,) = part.report["notes"]
+    assert note.endswith("document that reached 1000 training tokens (--max-tokens)")
     short = prepare.prepare(options(c4, out=tmp_path / "short", max_tokens=10**9)).store
-    assert short.report["notes"][-1] == "the input has fewer than 1000000000 training tokens (--max-tokens)"
+    assert "fewer than 1000000000 training tokens (--max-tokens)" in short.report["notes"][-1]
 
 
 def test_a_limit_works_without_a_separate_split(c4: Path) -> None:
     store = prepare.prepare(options(c4, heldout_from=(), heldout=0.1, max_tokens=1000)).store
     assert 1000 <= store.split("train").n_tokens < 1200 and store.split("heldout").n_documents > 0
-    with pytest.raises(DataError, match="the held-out text is empty: .*; raise --max-tokens or --heldout"):
+    with pytest.raises(DataError, match="held-out text is empty: .*; raise --max-tokens"):
         prepare.prepare(options(c4, out=c4.parent / "b", heldout_from=(), heldout=0.005, max_tokens=1))
 
 
@@ -162,7 +163,7 @@ def test_a_partial_store_of_other_options_is_kept(c4: Path) -> None:
     with pytest.raises(Stop):
         prepare.prepare(options(c4), StopAt(60))
     other = options(c4, tokenizer="train:290")
-    with pytest.raises(DataError, match=r"an interrupted 'boost prepare' .* wrote .* tokens; repeat its command"):
+    with pytest.raises(DataError, match=r"an interrupted .* wrote .* tokens; repeat its command"):
         prepare.prepare(other)
     assert prepare.prepare(options(c4), progress := StopAt(10**6)) and progress.phases == ["encoding, continued"]
     shutil.rmtree(other.out)
@@ -179,16 +180,12 @@ def test_damage_to_a_partial_store_is_noticed(c4: Path) -> None:
     data = bytearray(file.read_bytes())
     data[10] ^= 1
     file.write_bytes(data)
-    with pytest.raises(
-        DataError, match=r"train\.tokens: the file was damaged after writing; .* start again from the beginning"
-    ):
+    with pytest.raises(DataError, match=r"train\.tokens: the file was damaged after writing"):
         prepare.prepare(options(c4))
     assert prepare.prepare(options(c4)).store
 
 
 def test_a_full_disk_keeps_what_is_committed(c4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from boost.data import writer
-
     expected = undisturbed(options(c4))
     real, left = writer.write_all, [20]
 
@@ -199,9 +196,7 @@ def test_a_full_disk_keeps_what_is_committed(c4: Path, monkeypatch: pytest.Monke
         real(file, data)
 
     monkeypatch.setattr(writer, "write_all", write)
-    with pytest.raises(
-        StorageError, match="finished work is kept in .*boost-tmp, so a rerun continues; free some space"
-    ):
+    with pytest.raises(StorageError, match="finished work is kept in .*boost-tmp, so a rerun"):
         prepare.prepare(options(c4))
     left[0] = 10**6
     assert content(prepare.prepare(options(c4)).store.path) == expected

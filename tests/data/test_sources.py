@@ -180,10 +180,10 @@ def test_a_snapshot_of_the_hub_is_what_its_card_says(tmp_path):
     assert [text for _, text in found] == ["blobs/0.parquet", "blobs/1.parquet"]
     assert skips(report) == {("README.md", "in no split"): [], ("train.parquet", "in no split"): []}
     (folder / "README.md").write_text(card.format("c.parquet"))
-    with pytest.raises(DataError, match=r"snapshot: not a dataset that 'datasets' can load: .*c\.parquet"):
+    with pytest.raises(DataError, match=r"snapshot: not a dataset .*: .*c\.parquet"):
         FilesSource(folder)
     (folder / "README.md").write_text(card.format("https://localhost:1/x.parquet"))
-    with pytest.raises(DataError, match="snapshot: the configs of its dataset card name data on the network; download"):
+    with pytest.raises(DataError, match="snapshot: .* name data on the network; download"):
         FilesSource(folder)
     (folder / "README.md").write_text("configs:\n")
     assert [text for _, text in read(FilesSource(folder))[0]] == ["blobs/2.parquet"]
@@ -191,7 +191,7 @@ def test_a_snapshot_of_the_hub_is_what_its_card_says(tmp_path):
 
 def test_a_folder_of_several_splits_without_train_asks(tmp_path):
     write_rows(tmp_path, "test.csv", "validation.csv")
-    with pytest.raises(DataError, match="no train split among validation, test; pass the files of one of them"):
+    with pytest.raises(DataError, match="no train split among validation, test"):
         FilesSource(tmp_path)
 
 
@@ -283,7 +283,7 @@ def test_a_stream_that_continues_elsewhere_is_an_error(local_hub, monkeypatch):
         next(documents)
     monkeypatch.setattr(datasets.IterableDataset, "load_state_dict", lambda stream, state: None)
     again = hub.HubSource("someone/rows", "train", "body")
-    with pytest.raises(DataError, match=r"datasets .* lost the stream's position at row 4; install another version"):
+    with pytest.raises(DataError, match=r"datasets .* lost the stream's position at row 4"):
         next(again.documents(PrepareReport(), source.position(), [asdict(FileReport("someone/rows"))]))
 
 
@@ -291,9 +291,7 @@ def test_hub_failures_are_one_line(monkeypatch, tmp_path):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        DataError, match=r"--hf someone/never-cached: .*check the name, --hf-split, --hf-revision and the network"
-    ) as caught:
+    with pytest.raises(DataError, match=r"--hf someone/never-cached: .*--hf-revision and the network") as caught:
         read(hub.HubSource("someone/never-cached"))
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="this is a local path"):

@@ -14,14 +14,13 @@ from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import Spans, Split, TokenStore, boundaries_of, token_dtype
 from boost.data.tokenizer import tokenizer_fingerprint
 from boost.errors import DataError
+from tests.data.inputs import write_texts
 
 
 @pytest.fixture
 def store(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(30):
-        (folder / f"{i:02}.txt").write_text(f"Document {i}.\n" + "Ünïcode, 日本語 and words.\n" * (i % 4 + 1), "utf-8")
+    texts = (f"Document {i}.\n" + "Ünïcode, 日本語 and words.\n" * (i % 4 + 1) for i in range(30))
+    folder = write_texts(tmp_path / "texts", texts)
     return prepare(PrepareOptions(out=tmp_path / "store", inputs=(str(folder),), tokenizer="train:300")).store
 
 
@@ -56,7 +55,7 @@ def test_a_file_that_is_truncated_or_replaced_while_it_is_read(store):
     np.testing.assert_array_equal(split.window(0, split.n_tokens), before)
     os.truncate(store.path / "moved", 40)
     np.testing.assert_array_equal(split.window(0, 20), before[:20])
-    with pytest.raises(DataError, match=r"train\.tokens is shorter than when it was opened \(byte 40 is missing\)"):
+    with pytest.raises(DataError, match=r"train\.tokens is shorter .*\(byte 40 is missing\)"):
         split.window(10, 20)
     os.truncate(store.path / "train.documents", 0)
     with pytest.raises(DataError, match=r"train\.documents is shorter"):
@@ -69,7 +68,7 @@ def test_a_token_beyond_the_vocabulary_is_named_before_it_is_an_index(store):
         file.seek(14)
         file.write(b"\xff\xff")
     assert split.window(0, 7).max() < 300
-    with pytest.raises(DataError, match=r"train\.tokens contains token id 65535 near position 4, above the maximum of"):
+    with pytest.raises(DataError, match=r"train\.tokens contains token id 65535 near position 4"):
         split.window(4, 8)
 
 

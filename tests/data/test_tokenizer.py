@@ -136,7 +136,8 @@ def test_dropout_is_off(tmp_path):
     notes: list[str] = []
     tokenizer = tk.load_tokenizer(tmp_path, notes)
     assert {tuple(tokenizer.encode("ab").ids) for _ in range(40)} == {(2,)}
-    assert notes == ["the tokenizer's dropout of 0.5 is off, so that the same text always has the same tokens"]
+    (note,) = notes
+    assert note.startswith("the tokenizer's dropout of 0.5 is off, so that")
     with pytest.warns(UserWarning, match=r"dropout of 0\.5 is off"):
         tk.load_tokenizer(tmp_path / "tokenizer.json")
     assert '"dropout":null' in tokenizer.to_str()
@@ -148,7 +149,8 @@ def test_settings_without_transformers_are_noted(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     notes: list[str] = []
     tk.load_tokenizer(tmp_path, notes)
-    assert notes == ["tokenizer_config.json of the tokenizer not applied; that needs: pip install transformers"]
+    (note,) = notes
+    assert note.startswith("tokenizer_config.json ") and note.endswith("pip install transformers")
 
 
 @pytest.mark.slow
@@ -312,7 +314,7 @@ def llama_2() -> Tokenizer:
 
 def test_what_continues_a_prompt_keeps_its_space():
     tokenizer = llama_2()
-    there, to, dot = (tokenizer.token_to_id(word) for word in ("▁there", "▁to", "."))
+    there, to, dot = (tokenizer.get_vocab()[word] for word in ("▁there", "▁to", "."))
     assert tk.continuation(tokenizer, [1, there], [to, dot]) == " to."
     stream = tk.TextStream(tokenizer, [there])
     assert [stream.add(to), stream.add(dot), stream.rest()] == [" to", ".", ""]
@@ -322,9 +324,9 @@ def test_what_continues_a_prompt_keeps_its_space():
 
 def test_a_character_appears_when_all_its_bytes_are_there():
     tokenizer = llama_2()
-    stream = tk.TextStream(tokenizer, [tokenizer.token_to_id("▁there")])
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "漢".encode()] + [tokenizer.token_to_id(".")]
-    assert [stream.add(token) for token in ids] == ["", "", "", "漢."]
+    stream = tk.TextStream(tokenizer, [tokenizer.get_vocab()["▁there"]])
+    words = [*(f"<0x{byte:02X}>" for byte in "漢".encode()), "."]
+    assert [stream.add(tokenizer.get_vocab()[word]) for word in words] == ["", "", "", "漢."]
 
 
 @given(data=st.data())

@@ -22,6 +22,7 @@ from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import TokenStore
 from boost.errors import DataError, StoppedError, UnreadableDataError
 from boost.train.signals import StopRequest, until_stopped
+from tests.data.inputs import write_texts
 
 FILES = (
     "store.json", "report.json", "tokenizer.json", "train.tokens", "train.documents", "heldout.tokens", "heldout.documents",
@@ -32,12 +33,9 @@ LONG_AGO = 10**18
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verify")
-    (folder / "texts").mkdir()
-    for i in range(30):
-        (folder / "texts" / f"{i:02}.txt").write_text(f"Document {i}.\n" + "some words of it.\n" * (i % 4 + 1))
-    return prepare(
-        PrepareOptions(out=folder / "store", inputs=(str(folder / "texts"),), tokenizer="train:300")
-    ).store.path
+    texts = (f"Document {i}.\n" + "some words of it.\n" * (i % 4 + 1) for i in range(30))
+    inputs = (str(write_texts(folder / "texts", texts)),)
+    return prepare(PrepareOptions(out=folder / "store", inputs=inputs, tokenizer="train:300")).store.path
 
 
 @pytest.fixture
@@ -190,7 +188,7 @@ def test_waiting_for_another_process_says_so_ends_and_hears_signals(
         open_and_verify(store.path)
     assert 0 < len(waits) < 5 and len(read) == 6, "it reads the store itself after the limit"
     (line,) = caplog.messages
-    assert line.startswith(f"waiting up to 30 minutes for another process, which is verifying {store.path} (lock: ")
+    assert line.startswith("waiting up to 30 minutes for another process") and f"verifying {store.path} (lock: " in line
     verify._record_of(store).unlink()
     with held(store), StopRequest() as request:
         signal.raise_signal(signal.SIGTERM)

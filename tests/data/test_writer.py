@@ -67,9 +67,7 @@ def test_what_cannot_be_read_back_gets_no_name(stores: tuple[Path, Path], tmp_pa
     tokens = (damaged / "train.tokens").read_bytes()
     (damaged / "train.tokens").write_bytes(tokens[:-1] + bytes([tokens[-1] ^ 1]))
     for there in (False, True):
-        with pytest.raises(
-            DataError, match=r"failed verification \(train\.tokens is damaged .*\); nothing was changed"
-        ):
+        with pytest.raises(DataError, match=r"failed verification \(train\.tokens is damaged"):
             replace(store, damaged)
         assert store.exists() == there and not sibling(store, "tmp").exists()
         if there:

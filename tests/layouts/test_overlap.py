@@ -315,11 +315,11 @@ def test_a_predicted_step_hides_communication() -> None:
 
 
 def test_what_halves_need() -> None:
-    with pytest.raises(ConfigError, match=r"train.micro_batch = 3 must be 1 or even .*nearest valid value: 4"):
+    with pytest.raises(ConfigError, match=r"train.micro_batch = 3 .*nearest valid value: 4"):
         toy.toy_config(parallel={"tp": 2, **HALVES}, train={"micro_batch": 3, "global_batch": 3})
     with pytest.raises(
         ConfigError,
-        match=r"seq_len = 18 must be divisible by 2 x parallel.tp = 4, so that a sequence splits into two equal halves .*value: 20",
+        match=r"seq_len = 18 .* by 2 x parallel.tp = 4, .*value: 20",
     ):
         toy.toy_config(parallel={"tp": 2, **HALVES}, train={"micro_batch": 1, "seq_len": 18})
     with pytest.raises(ConfigError, match=r"train.seq_len = 15 must be divisible by parallel.tp = 2"):

@@ -141,7 +141,7 @@ def test_verify_does_not_take_it_for_ours() -> None:
 def test_unknown_names_raise_everywhere() -> None:
     with pytest.raises(KeyError, match=r"no layout named 'btq'; valid names: btp"):
         layout_spec("btq")
-    with pytest.raises(ConfigError, match=r"parallel.layout = 'btq' is not one of .*btp-rsag.*; did you mean 'btp'\?"):
+    with pytest.raises(ConfigError, match=r"layout = 'btq' is .*btp-rsag.*; did you mean 'btp'\?"):
         toy.toy_config(parallel={"layout": "btq"})
     with pytest.raises(ValueError, match="already registered"):
         register_layout(layout_spec(NAME))

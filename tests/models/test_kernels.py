@@ -124,7 +124,7 @@ def test_a_failed_compilation_is_a_warning_unless_compilation_was_requested(
         for _ in range(2):
             torch.testing.assert_close(gated_product(x, y, True), F.silu(x) * y)
     (said,) = caplog.messages
-    assert said.startswith("kernel 'gated' cannot be compiled, so all kernels now run in eager mode: no such device")
+    assert said.startswith("kernel 'gated' cannot be compiled, ") and "eager mode: no such device" in said
     assert "advice" not in said
 
 

@@ -28,7 +28,7 @@ def test_constants_are_torchs() -> None:
     assert ours == tuple(defaults[key] for key in ("momentum", "nesterov", "ns_steps", "eps"))
 
 
-def torchs(config: Config, initial: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.optim.Muon]:
+def torchs(config: Config, initial: dict[str, torch.Tensor]) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Muon]:
     """torch's Muon with each factor as a separate parameter."""
     o: Any = config.optim
     factors = {name: torch.nn.Parameter(w.clone()) for name, w in initial.items() if name.endswith((".A", ".B"))}

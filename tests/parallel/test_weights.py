@@ -256,7 +256,7 @@ def reductions_of(device: str, dtype: str) -> list[tuple[bool, object, object]]:
     config = toy.toy_config("bfloat16", parallel={"dp": 2, "shard": "full"}, train={"param_dtype": dtype})
     decoder, mesh = toy.toy_decoder(config)
     shard(decoder, decoder, config.parallel, dataclasses.replace(mesh, device=torch.device(device)))
-    found = []
+    found: list[tuple[bool, object, object]] = []
     for unit in decoder.modules():
         if isinstance(unit, FSDPModule):
             state = unit._get_fsdp_state()
@@ -287,10 +287,10 @@ def test_what_an_older_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     if weights.SHARDS_OVER_SEVERAL_MESHES:  # torch 2.13
         weights.require_torch(outer)
     monkeypatch.setattr(weights, "SHARDS_OVER_SEVERAL_MESHES", False)
-    with pytest.raises(ConfigError, match="shard_outer = true needs a newer torch than .*; set it to false"):
+    with pytest.raises(ConfigError, match="shard_outer = true needs a newer torch"):
         weights.require_torch(outer)
     monkeypatch.setattr(weights, "COMPILES_REPEATED_COLLECTIVES", False)
     sharded = {"recompute": "low-rank-sharded", "compile": "blocks"}
-    with pytest.raises(ConfigError, match="'low-rank-sharded' with train.compile = 'blocks' needs a newer torch than"):
+    with pytest.raises(ConfigError, match="'low-rank-sharded' with train.compile = 'blocks' needs"):
         weights.require_torch(toy.toy_config(parallel={"tp": 2, "layout": "btp-sp"}, train=sharded))
     weights.require_torch(toy.toy_config(parallel={"pp": 2, "dp": 2, "shard": "full"}, train={"global_batch": 8}))

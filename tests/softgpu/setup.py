@@ -27,7 +27,7 @@ def new_venv(venv: Path, torch: str) -> None:
     if not (venv / "bin" / "python").exists():
         output(sys.executable, "-m", "venv", venv)
     environment = os.environ | {"PIP_FIND_LINKS": ""}  # wheel folders often contain CPU builds
-    pip = [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    pip: list[str | Path] = [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
     for words in ([f"torch=={torch}"], ["--constraint", "constraints.txt", "--editable", ".[dev]"]):
         subprocess.run([*pip, *words], check=True, cwd=REPOSITORY, env=environment)
 

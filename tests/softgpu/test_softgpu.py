@@ -159,15 +159,15 @@ def test_a_process_that_hangs_ends_the_run(run: Run, store: Path, tmp_path: Path
     words = ("--parallel.tp", "2", "--run.timeout_s", "20", "--inject-fault", "hang@6:1", "--train.cuda_graphs", graphs)
     command = " ".join([*BOOST, *training(tmp_path, store, "hangs", *words)])
     said = run("sh", "-c", f"{command}; test $? -ne 0")
-    assert "process 2 of 2 (rank 1) is not responding (last seen in step " in said
+    assert "process 2 of 2 (rank 1) is not responding (last seen" in said
     assert "process 1 of 2 (rank 0) waited 20 s in step 6, phase step" in said
 
 
 def test_a_process_that_does_not_reach_a_replay_is_named(run: Run) -> None:
     """The other one waits for it in a replay, whose collectives NCCL's watchdog does not see."""
     said = run("sh", "-c", f"torchrun --nproc-per-node 2 {' '.join(PROGRAM[1:])} behind; test $? -ne 0")
-    assert "process 2 of 2 (rank 1) is behind the other processes (last seen in step 7" in said
-    assert "process 1 of 2 (rank 0) waited 5 s in step 7, phase step, in CUDA graph #7 of group 'all'" in said
+    assert "(rank 1) is behind the other processes (last seen in step 7" in said
+    assert "(rank 0) waited 5 s in step 7, phase step, in CUDA graph #7" in said
     assert "last recorded in a capturing stream" not in said
 
 

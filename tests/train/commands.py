@@ -179,6 +179,7 @@ class Command:
 
     def finish(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=LIMIT_S)
+        assert self.process.returncode is not None
         return self.process.returncode, out, err
 
     def __enter__(self) -> "Command":

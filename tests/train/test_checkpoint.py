@@ -111,7 +111,7 @@ def test_another_mesh_loads_the_same_bits_and_gives_them_back(
 
 
 RANKS = {"attn.q": 4, "mlp.down": 12}
-OTHERS = {
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loro": ({"name": "loro", "exact_every": 2}, {"family": "svd", "ranks": RANKS}),
     "muon": ({"name": "muon"}, {"ranks": RANKS}),
 }

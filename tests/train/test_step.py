@@ -195,7 +195,7 @@ def test_with_clipping_only_the_last_bits_differ(store: Path, tmp_path: Path) ->
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
-SHARDED = [{"dp": 2, "shard": "optimizer"}, {"dp": 2, "shard": "full"}]
+SHARDED: list[dict[str, Any]] = [{"dp": 2, "shard": "optimizer"}, {"dp": 2, "shard": "full"}]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ the payloads of all processes and computes the expected results locally. Speeds 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,7 +158,7 @@ def _judged(by_rank: Sequence[Sequence[Point]], processes: int, link: Link | Non
     detail = f"{latency * 1e6:,.0f} us; GB/s at {format_bytes(largest)}: " + ", ".join(
         f"{name} {rate:.2g}" for name, rate in rates.items()
     )
-    numbers: dict[str, Any] = {
+    numbers: dict[str, object] = {
         "points": [{"kind": p.name, "dtype": p.dtype, "bytes": p.shape[0], "seconds": p.seconds} for p in points]
     }
     if link is None or not link.known:

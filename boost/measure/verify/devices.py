@@ -8,13 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from boost.format import format_bytes
 from boost.machine import cpu_model
 from boost.measure.verify.report import Found, Verifier
+from boost.text import JsonObject
 from boost.train.hardware import total_memory
 from boost.train.rundir import git_state
 from boost.version import __version__
@@ -22,13 +22,11 @@ from boost.version import __version__
 FREE = 0.9
 """Fraction of a GPU's memory that should be free before a run."""
 
-Facts = dict[str, Any]
 
-
-def facts(device: torch.device) -> Facts:
+def facts(device: torch.device) -> JsonObject:
     """Collects facts about this process and its device."""
     state = git_state()
-    known: Facts = {
+    known: JsonObject = {
         "host": socket.gethostname(),
         "device": str(device),
         "software": {
@@ -73,7 +71,7 @@ def verify(verifier: Verifier) -> None:
         verifier.check("interfaces", interfaces, reachable)
 
 
-def same_software(machines: Sequence[Facts]) -> Found:
+def same_software(machines: Sequence[JsonObject]) -> Found:
     """Checks that versions are the same on all processes."""
     first = machines[0]["software"]
     for rank, machine in enumerate(machines):
@@ -85,7 +83,7 @@ def same_software(machines: Sequence[Facts]) -> Found:
     return Found("ok", ", ".join(f"{name} {version}" for name, version in first.items()), numbers={"software": first})
 
 
-def devices_of(machines: Sequence[Facts]) -> Found:
+def devices_of(machines: Sequence[JsonObject]) -> Found:
     """Reports the device of each process."""
     nodes: dict[str, list[int]] = defaultdict(list)
     for rank, machine in enumerate(machines):
@@ -104,7 +102,7 @@ def devices_of(machines: Sequence[Facts]) -> Found:
     return Found("ok", "; ".join(texts), numbers=numbers)
 
 
-def free_memory(machines: Sequence[Facts]) -> Found:
+def free_memory(machines: Sequence[JsonObject]) -> Found:
     """Checks that no other process uses the GPUs."""
     shares = {rank: machine["free"] / machine["memory"] for rank, machine in enumerate(machines)}
     rank, least = min(shares.items(), key=lambda item: item[1])

@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -34,6 +33,7 @@ from boost.measure.exactness import (
 from boost.measure.verify.report import Found, Verifier, worst_of
 from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
 from boost.parallel.weights import require_torch
+from boost.text import JsonObject
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}
 """Maximum relative errors. AdamW amplifies rounding; otherwise, float64 errors would be below 1e-12."""
@@ -52,7 +52,7 @@ class Cell:
 
     name: str
     dtype: str = "float32"
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sections: dict[str, JsonObject] = field(default_factory=dict)
     """Overrides of configuration fields, by section."""
 
 
@@ -61,11 +61,11 @@ class Row:
     """A layout with options on a mesh, or a single mesh axis."""
 
     name: str
-    parallel: dict[str, Any]
+    parallel: JsonObject
     cells: tuple[Cell, ...]
 
 
-def sized_down(model: ModelConfig, parallel: dict[str, int]) -> dict[str, Any]:
+def sized_down(model: ModelConfig, parallel: JsonObject) -> JsonObject:
     """Fields of [model] for a small model of the same family, with one block per pipeline stage, but at least two."""
     low_rank = {"rank": 32} if model.low_rank else {}
     layers = max(2, parallel.get("pp", 1) * parallel.get("virtual", 1))
@@ -74,13 +74,13 @@ def sized_down(model: ModelConfig, parallel: dict[str, int]) -> dict[str, Any]:
     return facts | {"layers": layers, "vocab_size": 64 * wide} | low_rank
 
 
-def config_of(model: ModelConfig, parallel: dict[str, Any], cell: Cell) -> Config:
+def config_of(model: ModelConfig, parallel: JsonObject, cell: Cell) -> Config:
     """The configuration of a cell. Raises ConfigError if it is invalid."""
     mesh = parallel | cell.sections.get("parallel", {})
     exact = cell.dtype == "float64"
     # Two chunks per process, each split in half across processes.
     tokens = 4 * mesh.get("cp", 1) * mesh.get("tp", 1)
-    train: dict[str, Any] = {
+    train = {
         "seq_len": tokens * math.ceil(32 / tokens),
         "micro_batch": 2,
         "global_batch": 2 * max(2, mesh.get("pp", 1)) * mesh.get("dp", 1),
@@ -120,7 +120,7 @@ def rows(model: ModelConfig, processes: int, on_gpu: bool, compiled: str) -> Ite
         )
 
 
-def _options(layout: str) -> Iterator[dict[str, Any]]:
+def _options(layout: str) -> Iterator[JsonObject]:
     """Yields each value of each of the layout's own options, one option at a time."""
     spec = layout_spec(layout)
     defaults = {name: spec.config.model_fields[name].default for name in spec.options}
@@ -132,7 +132,7 @@ def _options(layout: str) -> Iterator[dict[str, Any]]:
                 yield {**defaults, name: value}
 
 
-def _cells(model: ModelConfig, layout: str, parallel: dict[str, Any], on_gpu: bool, compiled: bool) -> Iterator[Cell]:
+def _cells(model: ModelConfig, layout: str, parallel: JsonObject, on_gpu: bool, compiled: bool) -> Iterator[Cell]:
     spec, tp, dp = layout_spec(layout), parallel.get("tp", 1), parallel.get("dp", 1)
     yield Cell("float64", "float64")
     yield Cell("float32")
@@ -228,7 +228,7 @@ def judged(cells: Sequence[Cell], by_rank: list[Results]) -> Found:
         if errors["table"] or not holds:
             wrong.append(cell.name)
     text = " · ".join(texts[name] for name in wrong or texts)
-    numbers_of: dict[str, Any] = {"cells": worst, "refused": refused}
+    numbers_of: dict[str, object] = {"cells": worst, "refused": refused}
     if wrong:
         return Found("failed", text, numbers=numbers_of)
     if not worst:

@@ -3,14 +3,15 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from boost.files import replace_text
 from boost.parallel.mesh import Mesh
+from boost.text import JsonObject
 from boost.train.agreement import run_on_all
 from boost.train.rundir import storage_errors
 
@@ -36,7 +37,7 @@ class Found:
     """The result in one line."""
     advice: str = ""
     """Advice if the result is not ok."""
-    numbers: dict[str, Any] = field(default_factory=dict)
+    numbers: JsonObject = field(default_factory=dict)
     """Measured numbers."""
 
 
@@ -97,7 +98,7 @@ class Report:
         seconds = sum(check.seconds for check in self.checks)
         return f"{len(self.checks)} checks in {seconds:.0f} s: {', '.join(parts) or 'none'}"
 
-    def write(self, path: Path, environment: dict[str, Any], finished: bool = True) -> None:
+    def write(self, path: Path, environment: Mapping[str, object], finished: bool = True) -> None:
         """Writes the report as JSON. Raises StorageError if it cannot be written."""
         facts = {
             "schema": SCHEMA,
@@ -136,7 +137,7 @@ class Verifier:
         Raises Unequal if `action` failed on only some processes.
         """
         with self.report.timed(self._section, name) as note:
-            outcomes: list[tuple[str, Any]] = run_on_all(self.mesh, lambda: _outcome(action))
+            outcomes: list[tuple[str, list[T]]] = run_on_all(self.mesh, lambda: _outcome(action))
             errors = {rank: text for rank, (text, _) in enumerate(outcomes) if text}
             if errors:
                 rank, text = next(iter(errors.items()))
@@ -145,17 +146,17 @@ class Verifier:
                 if len(errors) < self.mesh.size:
                     raise Unequal(name)
                 return
-            result = judge([value for _, value in outcomes])
+            result = judge([value for _, values in outcomes for value in values])
             note(result if result.advice or result.verdict == "ok" else Found(**asdict(result) | {"advice": advice}))
 
 
-def _outcome(action: Callable[[], T]) -> tuple[str, T | None]:
-    """Returns ("", result) or (error, None)."""
+def _outcome(action: Callable[[], T]) -> tuple[str, list[T]]:
+    """Returns ("", [result]) or (error, [])."""
     try:
-        return "", action()
+        return "", [action()]
     except Exception as error:
         line = " ".join(str(error).split())[:300]
-        return f"{type(error).__name__}: {line}" if line else type(error).__name__, None
+        return f"{type(error).__name__}: {line}" if line else type(error).__name__, []
 
 
 def worst_of(results: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from boost.config import Config, load
 from boost.errors import ConfigError
@@ -57,7 +56,7 @@ def judged(config: Config, hardware: Hardware | None, results: Sequence[dict[str
     seconds, peak, sent = worst["seconds"], worst["peak"], int(worst["sent"])
     rate = config.train.global_batch * config.train.seq_len / seconds / config.parallel.world_size
     time, memory, bytes_sent = f"{seconds * 1e3:,.1f} ms", f"peak {format_bytes(peak)}", f"{format_bytes(sent)} sent"
-    numbers: dict[str, Any] = {"measured": worst, "config": json.loads(config.model_dump_json())}
+    numbers: dict[str, object] = {"measured": worst, "config": json.loads(config.model_dump_json())}
     why, predicted = "no hardware profile to compare with (--gpu)", None
     if hardware is not None:
         try:

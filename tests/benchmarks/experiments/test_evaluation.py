@@ -66,7 +66,7 @@ def without_report(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.mark.slow
 def test_launches_run_once_resume_and_are_merged(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     reports, log = without_report(monkeypatch), place.work.parent / "log"
-    with pytest.raises(MeasurementError, match=r"steps failed with exit code 3; .*; run the same command to resume"):
+    with pytest.raises(MeasurementError, match=r"failed with exit code 3; .*; run the same"):
         evaluation.evaluate([part(place, "fail")], place)
     assert len(log.read_text().split()) == 3 and not (place.results / "steps.json").exists() and not reports
     assert "steps        2 of 3 done" in evaluation.listed([part(place)], place)

@@ -9,15 +9,14 @@ from benchmarks.commands import main
 from benchmarks.experiments import smollm2
 from benchmarks.experiments.results import Facts
 from tests.cli.commands import llama_of
+from tests.data.inputs import write_texts
 
 
 @pytest.fixture
 def words(store: Path, tmp_path: Path) -> list[str]:
     weights = llama_of(store, tmp_path / "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(300):
-        (text / f"{number}.txt").write_text(f"def function{number}(value):\n    return value + {number}\n" * 12)
+    texts = (f"def function{n}(value):\n    return value + {n}\n" * 12 for n in range(300))
+    text = write_texts(tmp_path / "text", texts)
     words = ["smollm2", "--weights", str(weights), "--data", str(text), "--work", str(tmp_path / "work")]
     words += ["--out", str(tmp_path / "result"), "--questions", "2", "--rounds", "7", "--threads", "1"]
     return [*words, "--train.steps=2", "--train.seq_len=32", "--train.global_batch=2", "--train.micro_batch=2"]
@@ -65,7 +64,7 @@ def test_speed_is_a_ratio_within_rounds() -> None:
     measured = {"quality": None, "speed": facts(seconds)}
     section = smollm2.section(measured)
     said, table = section.parts
-    assert "trains at 1.50 (1.50 to 1.50) times the tokens/s of transformers' dense model (goal: 1.3)" in str(said)
+    assert "trains at 1.50 (1.50 to 1.50) times the tokens/s" in str(said)
     assert [row[3:] for row in table.rows] == [
         ("1,024", "1.50 (1.50 to 1.50)", "2.00"),
         ("683", "1.00 (1.00 to 1.00)", "1.00"),
