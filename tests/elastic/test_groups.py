@@ -142,7 +142,8 @@ class CompletesLate:
 def completes_late(path: Path) -> str:
     membership = Membership(0)
     group = group_of(path, 0, 1, membership)
-    group._in_flight = {1: CompletesLate(), 2: CompletesLate("connection reset")}
+    late: dict[int, Any] = {1: CompletesLate(), 2: CompletesLate("connection reset")}
+    group._in_flight = late
     group.wait(1, "sum", toy.CPU)
     assert not membership.over.is_set(), "it did not fail"
     with pytest.raises(PeersLostError, match="sum failed: connection reset") as error:
