@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_words(words: list[str]) -> list[str]:
-    """`words` with the command as one word, such as `plan calibrate`, in front of its options. Raises ConfigError if it is unknown."""
+    """`words` with the command as one word, such as `plan calibrate`, before its options. Raises ConfigError if it is unknown."""
     place = next((n for n, word in enumerate(words) if not word.startswith("-")), len(words))
     if place == len(words):
         return words
