@@ -119,14 +119,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_words(words: list[str]) -> list[str]:
-    """`words` with the command as one word, such as `plan calibrate`. Raises ConfigError if it is unknown."""
-    command = next((word for word in words if not word.startswith("-")), None)
-    if command is not None and command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
+    """`words` with the command as one word, such as `plan calibrate`, before its options. Raises ConfigError if it is unknown."""
+    place = next((n for n, word in enumerate(words) if not word.startswith("-")), len(words))
+    if place == len(words):
+        return words
+    if words[place] not in COMMANDS:
+        near = difflib.get_close_matches(words[place], COMMANDS, n=1)
         advice = f"did you mean '{near[0]}'?" if near else "see boost --help"
-        raise ConfigError(f"unknown command '{command}'; {advice}")
-    two = " ".join(words[:2])
-    return [two, *words[2:]] if len(words) > 1 and two in COMMANDS else words
+        raise ConfigError(f"unknown command '{words[place]}'; {advice}")
+    two = " ".join(words[place : place + 2])
+    command, rest = (two, words[place + 2 :]) if two in COMMANDS else (words[place], words[place + 1 :])
+    own = [word for word in words[:place] if word in ("-h", "--help", "--version")]
+    return [*own, command, *(word for word in words[:place] if word not in own), *rest]
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list[str]) -> argparse.Namespace:

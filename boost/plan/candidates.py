@@ -61,7 +61,7 @@ class Request:
     """Fraction of usable memory that must stay free."""
 
     _by_layout: dict[str, ParallelConfig | None] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _trains: dict[tuple[Any, ...], TrainConfig] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _trains: dict[tuple[object, ...], TrainConfig] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.gpus >= 1
@@ -176,7 +176,7 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
             shards += [(shard, outer) for shard in request.choices("parallel.shard", whole)]
         for shard, outer in shards:
             for schedule, virtual in schedules:
-                changes: dict[str, Any] = {**mesh.axes, "cp": mesh.cp, "shard": shard, "shard_outer": outer}
+                changes: dict[str, object] = {**mesh.axes, "cp": mesh.cp, "shard": shard, "shard_outer": outer}
                 changes |= {"schedule": schedule, "virtual": virtual}
                 for overlap in overlaps:
                     for values in itertools.product(*options):

@@ -19,6 +19,7 @@ from boost.layouts import spec_of
 from boost.layouts.spec import GroupContext, PlannedComm
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import exchange_collectives, gathers, gradient_collectives, with_whole_weights
+from boost.plan.structure import held_tensors
 
 
 def micro_batch_collectives(
@@ -72,16 +73,17 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     another, regardless of the pipeline schedule.
     """
     if config.divides_moments:
-        exchanged = exchange_collectives(with_whole_weights(config), stages_of(config, pp_rank))
-        return step_collectives(with_whole_weights(config), pp_rank) + exchanged
+        config = with_whole_weights(config)
+        exchanged = exchange_collectives(config, held_tensors(config, stages_of(config, pp_rank)))
+        return step_collectives(config, pp_rank) + exchanged
     model, parallel, train = config.model, config.parallel, config.train
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     tokens = train.micro_batch * train.seq_len // parallel.cp
     recompute = train.recompute_by_layer(model.layers)
-    held = stages_of(config, pp_rank)
+    held = held_tensors(config, stages_of(config, pp_rank))
     gathered = [c for c, times in gathers(config, held) for _ in range(times)]
     of_one: list[Collective] = [c for c in gathered if c.phase == "forward"]
-    for stage in held:
+    for stage in held.stages:
         of_one += micro_batch_collectives(model, parallel, tokens, train.compute_dtype, True, recompute, stage)
     of_one += [c for c in gathered if c.phase == "backward"]
     result = of_one * accumulated

@@ -7,9 +7,8 @@ attention calls on one pipeline rank in a step, with their times.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from boost.config.architecture import first_alike, parameter_count
+from boost.config.architecture import parameter_count
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages_of
 from boost.format import format_bytes, format_count, format_seconds
@@ -18,7 +17,7 @@ from boost.plan.candidates import context_sizes
 from boost.plan.hardware import QUANTITIES, Hardware, origin, provenance_words
 from boost.plan.search import Plan, Search, Test, Tick, any_config
 from boost.plan.step_time import HOST, PARTS, StepTime
-from boost.plan.timing import block_work, ends_work, step_work
+from boost.plan.timing import block_work, ends_work, kinds_in, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 MOST = 0.8
@@ -79,7 +78,7 @@ def kinds(search: Search) -> Iterator[ConfigKind]:
 
 def alternatives(search: Search, best: Plan, tick: Tick | None = None) -> list[Alternative]:
     """Returns the best configuration of each kind except the overall best one, fastest first; those that do not fit come last."""
-    names_and_plan: dict[Any, tuple[list[str], Plan]] = {}  # one plan may be the best of several kinds
+    names_and_plan: dict[tuple[object, ...], tuple[list[str], Plan]] = {}  # one plan may be the best of several kinds
     compared = list(kinds(search))
     for done, kind in enumerate(compared):
         if tick:
@@ -219,7 +218,6 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal
     """GEMMs and attention calls on pipeline rank `pp_rank` in a step, longest first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
-    policies, on_gpu = train.recompute_by_layer(config.model.layers), hardware.is_gpu
     calls_of: Counter[Work] = Counter()
 
     def add(works: Counted, times: int) -> None:
@@ -228,10 +226,9 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal
 
     held = stages_of(config, pp_rank)
     for stage in held:
-        alike = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
-        for (layer, policy), blocks in alike.items():
-            add(block_work(config, layer, policy, on_gpu), blocks * count)
-        add(ends_work(config, stage.has_embedding, stage.has_head, on_gpu), count)
+        for (layer, policy), blocks in kinds_in(config.model, train, stage).items():
+            add(block_work(config, layer, policy, hardware.is_gpu), blocks * count)
+        add(ends_work(config, stage.has_embedding, stage.has_head, hardware.is_gpu), count)
     add(step_work(config, held), 1)
     speeds = hardware.speeds_of(min(parallel.world_size, hardware.per_node))
     peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}

@@ -17,7 +17,7 @@ from boost.config.traffic import Collective
 from boost.layouts import LayoutSpec, Placement, local_shape, num_shards, placement_of, spec_of
 from boost.plan.collectives import step_collectives
 from boost.plan.optimizer import optimizer_collectives
-from boost.plan.structure import stored_tensors
+from boost.plan.structure import held_tensors
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         stages=held,
         weights=tuple(_weight(parameter, model, parallel) for parameter in parameters),
         parameters=architecture.parameter_count(model),
-        parameters_per_process=sum(tensor.shard(parallel) for tensor in stored_tensors(config, held)),
+        parameters_per_process=sum(tensor.shard(parallel) for tensor in held_tensors(config, held).tensors),
         tokens=train.micro_batch * train.seq_len // parallel.cp,
         micro_batches=micro_batches,
         of_micro_batch=tuple(of_all[: len(of_all) // micro_batches]),

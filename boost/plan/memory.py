@@ -8,9 +8,9 @@ included.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from boost.config.attention import document_form
 from boost.config.schema import Config
@@ -19,7 +19,7 @@ from boost.config.traffic import ITEMSIZE
 from boost.plan import replicas
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
 from boost.plan.optimizer import state_bytes, work_bytes
-from boost.plan.structure import StoredTensor, stored_tensors
+from boost.plan.structure import held_tensors
 from boost.plan.trace import TracedPass, alike, pass_of_block, trace_embedding, trace_loss
 
 
@@ -51,41 +51,14 @@ class Memory:
 
 def memory(config: Config, pp_rank: int = 0) -> Memory:
     """Memory on one process: the training state for its stages, and the activations that one micro-batch saves."""
-    config, share = replicas.with_whole_weights(config), replicas.moments_share(config)
-    stages = stages_of(config, pp_rank)
-    saved: Counter[str] = Counter()
-    for layer in (layer for stage in stages for layer in stage.numbers):
-        saved.update(pass_of_block(config, layer).by_category)
-        saved[LATENTS] += sum(prev_latents_saved(config, layer))
-    if stages[-1].has_head:
-        saved.update(trace_loss(config).by_category)
-    stored = stored_tensors(config, stages)
-    saved[COPIES] += copies_bytes(config, stored)
-    states = states_of(config, stored, stages)
-    return Memory(states | {OPTIMIZER: int(states[OPTIMIZER] * share)}, saved)
-
-
-def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
-    """Bytes of STATES for this process's shards of the stored tensors in these stages."""
-    weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
-    copies = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
-    return {WEIGHTS: weights, GRADIENTS: copies * weights, OPTIMIZER: state_bytes(config, stored, stages)}
-
-
-def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
-    """Bytes in the working copies of these stored tensors."""
-    if not config.has_working_copies:
-        return 0
-    return sum(tensor.elements for tensor in stored if tensor.may_have_copy) * ITEMSIZE[config.train.compute_dtype]
-
-
-def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list[int]:
-    """Bytes of each latent from the previous block that only this block keeps alive."""
-    saved = pass_of_block(config, layer, on_gpu).prev_saved
-    if not any(saved):
-        return []
-    before = pass_of_block(config, layer - 1, on_gpu).latents_saved
-    return [size for size, already in zip(saved, before, strict=True) if size and not already]
+    step = _StepMemory(replicas.with_whole_weights(config), pp_rank, on_gpu=False)
+    saved = Counter({COPIES: step.storage.copies})
+    for block in step.blocks.values():
+        saved.update(block.saved)
+    if step.stages[-1].has_head:
+        saved.update(step.loss.by_category)
+    moments = int(step.states[OPTIMIZER] * replicas.moments_share(config))
+    return Memory(step.states | {OPTIMIZER: moments}, saved)
 
 
 # The order of passes on one pipeline rank, which determines how many micro-batches are in flight. These are the schedules of
@@ -189,7 +162,7 @@ class _BlockFacts:
 
 def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _BlockFacts]:
     """Computes the memory facts for these blocks; identical blocks share them."""
-    model, of_kind = config.model, dict[Any, _BlockFacts]()
+    model, of_kind = config.model, dict[Hashable, _BlockFacts]()
     policies, blocks = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
     for n in numbers:
         # Which latents from the previous block stay alive depends on that block too.
@@ -197,8 +170,10 @@ def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _
         if kind not in of_kind:
             traced = pass_of_block(config, n, on_gpu)
             saved = traced.by_category
-            if latents := sum(prev_latents_saved(config, n, on_gpu)):
-                saved = saved + Counter({LATENTS: latents})
+            if any(traced.prev_saved):  # latents that only this block keeps alive
+                before = pass_of_block(config, n - 1, on_gpu).latents_saved
+                own = sum(size for size, already in zip(traced.prev_saved, before, strict=True) if not already)
+                saved = saved + Counter({LATENTS: own})
             of_kind[kind] = _BlockFacts(saved, traced)
         blocks[n] = of_kind[kind]
     return blocks
@@ -218,25 +193,31 @@ class _Storage:
     """Storage on one process that does not depend on micro-batches or recomputation."""
 
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
-        self.tensors = {stage.index: stored_tensors(config, [stage]) for stage in stages}
-        """Stored tensors by stage index."""
-        self.size = ITEMSIZE[config.train.param_dtype]
-        self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.tensors.values()]
+        self.held, parallel, self.size = (
+            held_tensors(config, stages),
+            config.parallel,
+            ITEMSIZE[config.train.param_dtype],
+        )
+        self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.held.by_stage.values()]
         """Bytes of all gradients, per stage."""
-        stored = [t for tensors in self.tensors.values() for t in tensors]
-        self.states, self.copies = states_of(config, stored, stages), copies_bytes(config, stored)
-        """Bytes between steps by category; bytes of working copies while passes run."""
-        self.shards = replicas.Shards(config, stages, self.tensors)
-        self.buckets = self._bucket_copies(config, stages)
+        weights = self.size * sum(tensor.shard(parallel) for tensor in self.held.tensors)
+        sums = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
+        self.states = {WEIGHTS: weights, GRADIENTS: sums * weights, OPTIMIZER: state_bytes(config, self.held)}
+        """Bytes between steps by category, in this process's shards."""
+        copied = sum(t.elements for t in self.held.tensors if t.may_have_copy) if config.has_working_copies else 0
+        self.copies = copied * ITEMSIZE[config.train.compute_dtype]
+        """Bytes of working copies while passes run."""
+        self.shards = replicas.Shards(config, self.held)
+        self.buckets = self._bucket_copies(config)
 
-    def _bucket_copies(self, config: Config, stages: Sequence[Stage]) -> dict[int | None, int]:
+    def _bucket_copies(self, config: Config) -> dict[int | None, int]:
         """Bytes of the flat copies of gradient buckets, by the block whose backward pass fills them; None: filled at the end.
 
         A bucket with one tensor is copied only into another dtype. Copies in another dtype stay allocated until all are reduced.
         """
         ratio, kept = ITEMSIZE[config.train.sum_dtype] / self.size, 0
         copies: dict[int | None, int] = {}
-        buckets = list(replicas.sum_buckets(config, stages))
+        buckets = list(replicas.sum_buckets(config, self.held))
         for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
             filled, copied = bucket.filled_by, bucket.elements * self.size
             ends = following is None or following.axis != bucket.axis  # the last one over this axis
@@ -248,7 +229,7 @@ class _Storage:
         return copies | ({None: kept} if kept else {})
 
 
-_STORAGE: dict[Any, _Storage] = {}
+_STORAGE: dict[tuple[object, ...], _Storage] = {}
 """Storage by mesh, cached because a search tries each mesh with many micro-batch sizes."""
 _MAX_STORAGE = 512
 
@@ -293,7 +274,7 @@ class _StepMemory:
 
     def peak_memory(self, enough: float) -> PeakMemory:
         """Returns the largest snapshot, or the first one with more than `enough` bytes."""
-        kinds: set[Any] = set()
+        kinds: set[tuple[object, ...]] = set()
         for action in self.actions:
             stage = action.stage
             # Passes that start in the same state use the same memory.
@@ -312,7 +293,7 @@ class _StepMemory:
             done = self.forward_done if action.kind == "forward" else self.backward_done
             done[stage] += 1
             self.in_flight[stage] += 1 if action.kind == "forward" else -1
-        update = work_bytes(self.config, self.stages)
+        update = work_bytes(self.config, self.storage.held)
         at_end = (
             _Snapshot(SUM, Counter(), {WORK: self.buckets.get(None, 0)}),
             _Snapshot(STEP, Counter(), {WORK: update}),

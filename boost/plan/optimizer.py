@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from boost.config.architecture import groups
-from boost.config.factors import Deal, FactorShape, deal_grams, deal_pairs, factor_buckets, rate_scale, work_dtype
+from boost.config.factors import Deal, FactorShape, deal_grams, deal_pairs, factor_buckets, work_dtype
 from boost.config.optimizers import LOROConfig, MuonConfig
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
-from boost.plan.structure import FactorTensors, StoredTensor, factor_tensors, processes_on
+from boost.plan.structure import FactorTensors, HeldTensors, held_tensors, processes_on
 
 PLACE = "optimizer"
 
@@ -25,7 +24,7 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
         return []
     dtype, tp = work_dtype(optim, config.train.param_dtype), parallel.tp
     result = []
-    for bucket in _buckets(config, stages_of(config, pp_rank)):
+    for bucket in _buckets(config, held_tensors(config, stages_of(config, pp_rank))):
         shapes = [shape for unit in bucket for shape in unit.shapes]
         for axis in ("dp", "replicas"):
             shared = [t for unit in bucket for t in unit.stored if t.over(parallel) == axis]
@@ -47,7 +46,7 @@ def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
     """Counts the factors on whose Gram matrices Muon iterates in a step, along the critical path: in each bucket, those of
     the process with the most work."""
     result: Counter[FactorShape] = Counter()
-    for bucket in _buckets(config, stages):
+    for bucket in _buckets(config, held_tensors(config, stages)):
         shapes, deal = [shape for unit in bucket for shape in unit.shapes], _deal(config, bucket)
         assert deal is not None, "Muon always distributes its iterations"
         loads = ([shapes[number] for number in deal.on(owner)] for owner in sorted(set(deal.owners)))
@@ -55,9 +54,9 @@ def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
     return result
 
 
-def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[FactorTensors]]:
-    """Yields the factors in these stages, bucket by bucket."""
-    units = factor_tensors(config, stages)
+def _buckets(config: Config, held: HeldTensors) -> Iterator[list[FactorTensors]]:
+    """Yields the factors of a process, bucket by bucket."""
+    units = held.factors
     itemsize = ITEMSIZE[work_dtype(config.optim, config.train.param_dtype)]
     for length in factor_buckets([unit.shapes for unit in units], config.optim, itemsize):
         yield units[:length]
@@ -74,25 +73,22 @@ def _deal(config: Config, bucket: Sequence[FactorTensors]) -> Deal | None:
     return deal_grams(shapes, processes) if isinstance(config.optim, MuonConfig) else None
 
 
-def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> int:
-    """Bytes of optimizer state for the stored tensors on one process; `stages`: its stages."""
+def state_bytes(config: Config, held: HeldTensors) -> int:
+    """Bytes of optimizer state for the stored tensors of one process."""
     optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
-    held = 2 * sum(tensor.shard(parallel) for tensor in stored) * itemsize
-    counted = len(stored)  # each tensor has an fp32 step counter
+    moments = 2 * sum(tensor.shard(parallel) for tensor in held.tensors) * itemsize
+    counted = len(held.tensors)  # each tensor has an fp32 step counter
     if isinstance(optim, MuonConfig):
-        factors = [tensor for unit in factor_tensors(config, stages) for tensor in unit.stored]
-        held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
+        factors = [tensor for unit in held.factors for tensor in unit.stored]
+        moments -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
         counted -= len(factors)
     if isinstance(optim, LOROConfig):
         # Slices of a fused tensor that have different learning rates are updated separately.
-        for layer in (layer for stage in stages for layer in stage.numbers):
-            for group in groups(config.model, layer):
-                scales = {rate_scale(a, config.model.dim) for a in group.parameters("", "A")}
-                counted += len(group.slots) - 1 if len(scales) > 1 else 0
-    return held + counted * ITEMSIZE["float32"]
+        counted += sum(len(unit.scales) - 1 for unit in held.factors if len(set(unit.scales)) > 1)
+    return moments + counted * ITEMSIZE["float32"]
 
 
-def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
+def work_bytes(config: Config, held: HeldTensors) -> int:
     """Peak workspace of the optimizer step in bytes, in addition to optimizer state.
 
     torch's fused AdamW needs none. Muon gathers a bucket of factors.
@@ -103,7 +99,7 @@ def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
     if not (optim.whole_factors or exact):
         return 0
     worst = 0
-    for units in _buckets(config, stages):
+    for units in _buckets(config, held):
         bucket = _LoroBucket(units, config.parallel, _deal(config, units))
         worst = max(worst, bucket.exact() if exact else bucket.grams(config))
     return worst * ITEMSIZE[work_dtype(optim, config.train.param_dtype)]

@@ -5,8 +5,9 @@ last replicas store fewer. All numbers are for the first replica, which stores t
 """
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from boost.config.schema import Config
@@ -14,7 +15,7 @@ from boost.config.stages import Stage
 from boost.config.storage import SUM_AXES
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
 from boost.plan.categories import GATHERED, WORK
-from boost.plan.structure import MAX_CACHED, StoredTensor, held_tensors, processes_on, stored_tensors
+from boost.plan.structure import MAX_CACHED, HeldTensors, StoredTensor, processes_on
 
 
 def with_whole_weights(config: Config) -> Config:
@@ -27,11 +28,10 @@ def moments_share(config: Config) -> float:
     return min(1.0, 2 / config.parallel.dp) if config.divides_moments else 1.0
 
 
-def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
+def exchange_collectives(config: Config, held: HeldTensors) -> list[Collective]:
     """All-gathers of updated weights if replicas divide moments: one per bucket, with parts padded to the longest."""
     dp, dtype = config.parallel.dp, config.train.param_dtype
-    stored = stored_tensors(config, stages)
-    result = []
+    stored, result = held.tensors, []
     for length in bucket_lengths([t.elements * ITEMSIZE[dtype] for t in stored]):
         bucket, stored = stored[:length], stored[length:]
         parts = [sum(((i + 1) * t.rows // dp - i * t.rows // dp) * (t.columns or 1) for t in bucket) for i in range(dp)]
@@ -51,15 +51,14 @@ class SumBucket(NamedTuple):
     """The block whose backward pass fills it; None: the end of the backward pass."""
 
 
-def sum_buckets(config: Config, stages: Sequence[Stage]) -> Iterator[SumBucket]:
-    """The buckets of gradients in these stages, in order of launch for each axis."""
+def sum_buckets(config: Config, held: HeldTensors) -> Iterator[SumBucket]:
+    """The buckets of gradients on a process, in order of launch for each axis."""
     parallel, itemsize = config.parallel, ITEMSIZE[config.train.param_dtype]
-    summed = held_tensors(config, stages).summed
     for axis in SUM_AXES:
         if processes_on(axis, parallel) > 1:
             # Only gradients that are summed over TP alone are sharded over replicas.
             shards = parallel.dp_cp if axis == "tp" else 1
-            yield from _buckets_of(axis, summed[axis], shards, itemsize)
+            yield from _buckets_of(axis, held.summed[axis], shards, itemsize)
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -72,11 +71,11 @@ def _buckets_of(axis: str, tensors: tuple[StoredTensor, ...], shards: int, items
     return buckets
 
 
-def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
+def gradient_collectives(config: Config, held: HeldTensors) -> list[Collective]:
     """Bucketed gradient all-reduces in one optimizer step."""
     parallel, dtype, sent = config.parallel, config.train.param_dtype, config.train.sum_dtype
-    stored, result = stored_tensors(config, stages), list[Collective]()
-    for axis, elements, *_ in sum_buckets(config, stages):
+    stages, stored, result = held.stages, held.tensors, list[Collective]()
+    for axis, elements, *_ in sum_buckets(config, held):
         processes = processes_on(axis, parallel)
         result.append(Collective("step", "all-reduce", (elements,), sent, processes, "gradients", axis=axis))
     if config.model.tied and parallel.pp > 1 and any(stage.has_embedding or stage.has_head for stage in stages):
@@ -86,7 +85,7 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     return result
 
 
-def gathers(config: Config, stages: Sequence[Stage]) -> Iterator[tuple[Collective, int]]:
+def gathers(config: Config, held: HeldTensors) -> Iterator[tuple[Collective, int]]:
     """Yields all-gathers of sharded weights and reduce-scatters of their gradients, and how often each is repeated: one per block,
     and one for embedding and head.
 
@@ -102,33 +101,23 @@ def gathers(config: Config, stages: Sequence[Stage]) -> Iterator[tuple[Collectiv
         return
     micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
     full, piped = parallel.shard == "full", parallel.pp > 1
-    for stage in stages:
-        for unit, elements, processes, axis in _units(config, stage):
-            gather = Collective(
-                "step", "all-gather", (elements,), train.compute_dtype, processes, "weights", unit, axis
-            )
-            scatter = Collective(
-                "step", "reduce-scatter", (elements,), train.sum_dtype, processes, "gradients", unit, axis
-            )
-            between = full and unit is not None  # resharded between forward and backward
-            if full and not piped:
-                yield gather._replace(phase="forward"), 1
-                if between:
-                    yield gather._replace(phase="backward"), 1
-                yield scatter._replace(phase="backward"), 1
-            else:
-                yield gather, micro_batches + 1 if between else 1
-                yield scatter, 1
-
-
-def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int, str]]:
-    """Yields (block, gathered elements with padding, processes, axis) for each FSDP unit; block None: embedding and head."""
-    units = held_tensors(config, [stage]).units
-    for unit in (*stage.numbers, None):
-        for axis in ("dp", "replicas"):
-            processes = processes_on(axis, config.parallel)
-            if processes > 1 and (tensors := units.get((unit, axis))):
-                yield unit, processes * sum(-(-t.rows // processes) * t.columns for t in tensors), processes, axis
+    units = [(stage.index, unit) for stage in held.stages for unit in (*stage.numbers, None)]
+    for (stage, unit), axis in itertools.product(units, ("dp", "replicas")):
+        tensors, processes = held.units.get((stage, unit, axis)), processes_on(axis, parallel)
+        if not tensors or processes == 1:
+            continue
+        padded = (processes * sum(-(-t.rows // processes) * t.columns for t in tensors),)
+        gather = Collective("step", "all-gather", padded, train.compute_dtype, processes, "weights", unit, axis)
+        scatter = Collective("step", "reduce-scatter", padded, train.sum_dtype, processes, "gradients", unit, axis)
+        between = full and unit is not None  # resharded between forward and backward
+        if full and not piped:
+            yield gather._replace(phase="forward"), 1
+            if between:
+                yield gather._replace(phase="backward"), 1
+            yield scatter._replace(phase="backward"), 1
+        else:
+            yield gather, micro_batches + 1 if between else 1
+            yield scatter, 1
 
 
 END = "end"
@@ -146,34 +135,32 @@ class Shards:
     copied into one flat tensor for the reduce-scatter.
     """
 
-    def __init__(self, config: Config, stages: Sequence[Stage], stored: Mapping[int, Sequence[StoredTensor]]) -> None:
-        """`stored`: the stored tensors in each stage, by stage index."""
-        self.parallel, train = config.parallel, config.train
-        self.enabled = self.parallel.sharded
-        self.stages = stages
+    def __init__(self, config: Config, held: HeldTensors) -> None:
+        parallel, train = config.parallel, config.train
+        self.enabled = parallel.sharded
         self.compute, self.stored = ITEMSIZE[train.compute_dtype], ITEMSIZE[train.param_dtype]
         self.units: dict[tuple[int, int | str | None], int] = {}
         """Elements in each unit, by (stage, block or None)."""
         self.shards: Counter[tuple[int, int | str | None]] = Counter()
         """Elements in the shard of each unit."""
         self.vectors: Counter[int] = Counter()
-        for stage in stages:
-            for tensor in stored[stage.index] if self.enabled else ():
-                if tensor.shard_count(self.parallel) > 1:
-                    key = stage.index, tensor.unit
+        for stage, tensors in held.by_stage.items() if self.enabled else ():
+            for tensor in tensors:
+                if tensor.shard_count(parallel) > 1:
+                    key = stage, tensor.unit
                     self.units[key] = self.units.get(key, 0) + tensor.elements
-                    self.shards[key] += tensor.shard(self.parallel)
+                    self.shards[key] += tensor.shard(parallel)
                 else:
-                    self.vectors[stage.index] += tensor.elements
+                    self.vectors[stage] += tensor.elements
         self.ends = sum(elements for (_, unit), elements in self.units.items() if unit is None)
         """Elements in the embedding and head together."""
-        self.blocks: dict[int, dict[int, int]] = {stage.index: {} for stage in stages}
+        self.blocks: dict[int, dict[int, int]] = {stage: {} for stage in held.by_stage}
         """Elements in each block, by stage."""
         for (index, unit), elements in self.units.items():
             if isinstance(unit, int):
                 self.blocks[index][unit] = elements
-        self.full = self.enabled and self.parallel.shard == "full"
-        self.has_pipeline = self.parallel.pp > 1
+        self.full = self.enabled and parallel.shard == "full"
+        self.has_pipeline = parallel.pp > 1
         self.scatters_each = self.full and not self.has_pipeline
         """Whether gradients are reduce-scattered after every micro-batch."""
 

@@ -17,7 +17,19 @@ import torch.nn.functional as F
 import boost.parallel.collectives  # noqa: F401  defines torch.ops.boost
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from boost.plan import work
-from boost.plan.shape_tensor import RULES, NoRuleError, Shape, ShapeTensor, contiguous, make, origin, record, rule
+from boost.plan.shape_tensor import (
+    RULES,
+    NoRuleError,
+    Operand,
+    Shape,
+    ShapeTensor,
+    contiguous,
+    make,
+    origin,
+    record,
+    rule,
+)
+from boost.plan.tape import Gradients, Tape, Tensors
 
 # Element-wise operations.
 
@@ -56,13 +68,13 @@ def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = work.ST
 
 
 @rule("elementwise")
-def elementwise(operation: str, *operands: Any) -> ShapeTensor:
+def elementwise(operation: str, *operands: Operand) -> ShapeTensor:
     """Element-wise operation on one or more tensors. Works only outside autograd."""
     _require_no_graph(operation, operands)
     return _made(operation, [x for x in operands if isinstance(x, ShapeTensor)])
 
 
-def _require_no_graph(operation: str, operands: Sequence[Any]) -> None:
+def _require_no_graph(operation: str, operands: Sequence[object]) -> None:
     if torch.is_grad_enabled() and any(isinstance(x, ShapeTensor) and x.node is not None for x in operands):
         raise NoRuleError(f"no rule for '{operation}' under autograd; add one to boost.plan.rules")
 
@@ -78,7 +90,7 @@ def compare(x: ShapeTensor) -> ShapeTensor:
 
 
 @rule("in_place", "add_", "sub_", "mul_", "div_", "square_", "addcmul_")
-def in_place(x: ShapeTensor, *operands: Any, value: float = 1) -> ShapeTensor:
+def in_place(x: ShapeTensor, *operands: Operand, value: float = 1) -> ShapeTensor:
     """In-place update of x."""
     _require_no_graph("in-place operation", (x, *operands))
     if not x.is_small:
@@ -104,7 +116,7 @@ def _summed_to(gradient: ShapeTensor, like: ShapeTensor) -> ShapeTensor:
 
 
 @rule("add", torch.add, torch.Tensor.add)
-def add(x: ShapeTensor, y: Any) -> ShapeTensor:
+def add(x: ShapeTensor, y: Operand) -> ShapeTensor:
     if not isinstance(y, ShapeTensor):
         return record(lambda: _made("add", [x]), [x], lambda g, s: [g[0]])
     a, b = x.without_storage(), y.without_storage()
@@ -116,18 +128,19 @@ def add(x: ShapeTensor, y: Any) -> ShapeTensor:
 
 
 @rule("mul", torch.mul)
-def mul(x: ShapeTensor, y: Any, out: ShapeTensor | None = None) -> ShapeTensor:
+def mul(x: ShapeTensor, y: Operand, out: ShapeTensor | None = None) -> ShapeTensor:
     """x * y; saves each operand that the other operand's gradient needs."""
     if out is not None:
         _require_no_graph("mul", (x, y))
-        out.tape.record_op(work.STREAM, (out.numel_,), out.dtype, _moved([x, y], out.numel_, out.dtype))
+        read = [z for z in (x, y) if isinstance(z, ShapeTensor)]
+        out.tape.record_op(work.STREAM, (out.numel_,), out.dtype, _moved(read, out.numel_, out.dtype))
         return out
     if not isinstance(y, ShapeTensor):
         return record(lambda: _made("mul", [x]), [x], lambda g, s: [_made("mul", [g[0]])])
     for_x, for_y = x.node is not None, y.node is not None
     a, b = x.without_storage(), y.without_storage()
 
-    def backward(g: Sequence[Any], saved: Sequence[ShapeTensor]) -> Sequence[Any]:
+    def backward(g: Tensors, saved: Tensors) -> Gradients:
         rest = list(saved)
         first = rest.pop(0) if for_y else None
         second = rest.pop(0) if for_x else None
@@ -145,7 +158,7 @@ def masked_fill(x: ShapeTensor, mask: ShapeTensor, value: float) -> ShapeTensor:
 
 
 @rule("div")
-def div(x: ShapeTensor, y: Any) -> ShapeTensor:
+def div(x: ShapeTensor, y: Operand) -> ShapeTensor:
     """x / y. Under autograd y must be a number."""
     if isinstance(y, ShapeTensor):
         return elementwise("div", x, y)
@@ -187,7 +200,7 @@ def addcmul(bias: ShapeTensor, x: ShapeTensor, weight: ShapeTensor) -> ShapeTens
     """bias + x * weight, with one bias and weight per column."""
     few, like = bias.without_storage(), weight.without_storage()
 
-    def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
+    def backward(g: Tensors, s: Tensors) -> Gradients:
         dbias = _summed_to(g[0], few)
         dx = mul(g[0], s[1])
         ones = _made("mul", [g[0]])  # multiplied by value = 1
@@ -249,7 +262,7 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
     def made() -> ShapeTensor:
         return make(parts[0], shape, "cat", 2.0, inputs=parts, kernel=kernel, dtype=_promoted(parts))
 
-    def backward(g: Sequence[Any], _: Sequence[ShapeTensor]) -> Sequence[Any]:
+    def backward(g: Tensors, _: Tensors) -> Gradients:
         starts = itertools.accumulate(sizes[:-1], initial=0)
         return [g[0].narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -294,7 +307,7 @@ def diagonal(x: ShapeTensor, _: int, first: int, second: int) -> ShapeTensor:
 
 
 @rule(torch.empty_like)
-def empty_like(x: ShapeTensor, **_: Any) -> ShapeTensor:
+def empty_like(x: ShapeTensor, **_: object) -> ShapeTensor:
     """Allocates memory without writing to it."""
     return make(x, x.shape, "empty")
 
@@ -330,7 +343,7 @@ def linear(x: ShapeTensor, weight: ShapeTensor, bias: ShapeTensor | None = None)
     few = None if bias is None else bias.without_storage()
     for_x = x.node is not None
 
-    def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
+    def backward(g: Tensors, s: Tensors) -> Gradients:
         dw = _product(g[0].t(), s[0], s[1].shape, "mm", [g[0], s[0]])
         dx = _product(g[0], s[1], s[0].shape, "mm", [g[0], s[1]]) if for_x else None
         return [dx, dw] if few is None else [dx, dw, _summed_to(g[0], few)]
@@ -353,7 +366,7 @@ def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeT
     def made() -> ShapeTensor:
         return _product(a, b, (a.shape[0], b.shape[1]), "mm", [a, b])
 
-    def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
+    def backward(g: Tensors, s: Tensors) -> Gradients:
         db = mm(s[0].t(), g[0])
         return [mm(g[0], s[1].t()), db]
 
@@ -383,7 +396,7 @@ def matmul(a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
 
 
 @rule(F.layer_norm)
-def layer_norm(x: ShapeTensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 0.0) -> ShapeTensor:
+def layer_norm(x: ShapeTensor, shape: Shape, weight: None = None, bias: None = None, eps: float = 0.0) -> ShapeTensor:
     """LayerNorm without a weight or a bias; saves x, and the mean and rstd of each row."""
     assert weight is None and bias is None
     return record(
@@ -396,7 +409,7 @@ def layer_norm(x: ShapeTensor, shape: Any, weight: Any = None, bias: Any = None,
 
 
 @rule(F.rms_norm)
-def rms_norm(x: ShapeTensor, shape: Any, weight: ShapeTensor, eps: float) -> ShapeTensor:
+def rms_norm(x: ShapeTensor, shape: Shape, weight: ShapeTensor, eps: float) -> ShapeTensor:
     """torch's fused RMSNorm; saves x, and the rstd of each row."""
     acc_dtype, few = torch.promote_types(x.dtype, torch.float32), weight.without_storage()
     place, x.tape.place = x.tape.place, "norm"
@@ -416,7 +429,7 @@ def attention(
     q: ShapeTensor,
     k: ShapeTensor,
     v: ShapeTensor,
-    attn_mask: Any = None,
+    attn_mask: object = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> ShapeTensor:
@@ -428,7 +441,7 @@ def attention(
         shape = *shape, k.shape[2]
     tape, acc_dtype = q.tape, torch.promote_types(q.dtype, torch.float32)
 
-    def kernel() -> tuple[Any, Any]:
+    def kernel() -> tuple[ShapeTensor, ShapeTensor]:
         tape.record_op(work.ATTENTION, shape, q.dtype)
         made = make(q, q.shape, "attention", inputs=[q, k, v], strides=_by_tokens(q.shape))
         return made, make(q, (batch, heads, length), "attention", dtype=acc_dtype)
@@ -439,7 +452,7 @@ def attention(
         both[:] = (x.without_graph() for x in tape.selected(kernel))
         return both[0]
 
-    def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
+    def backward(g: Tensors, s: Tensors) -> Gradients:
         tape.record_op(work.ATTENTION_BACKWARD, shape, g[0].dtype)
         return [make(x, x.shape, "attention_backward", strides=_by_tokens(x.shape)) for x in s[:3]]
 
@@ -453,7 +466,7 @@ def _by_tokens(shape: Shape) -> Shape:
 
 
 @rule(F.embedding)
-def embedding(tokens: Any, table: ShapeTensor, *_: Any, **__: Any) -> ShapeTensor:
+def embedding(tokens: ShapeTensor, table: ShapeTensor, *_: object, **__: object) -> ShapeTensor:
     rows, shape = table.shape[0], (*tokens.shape, table.shape[1])
     return record(
         lambda: make(table, shape, "embedding", 2.0, kernel=work.LOOKUP, inputs=[table]),
@@ -463,7 +476,7 @@ def embedding(tokens: Any, table: ShapeTensor, *_: Any, **__: Any) -> ShapeTenso
 
 
 @rule(torch.ops.aten.embedding_dense_backward)
-def embedding_backward(dy: ShapeTensor, tokens: Any, rows: int, padding: int, scaled: bool) -> ShapeTensor:
+def embedding_backward(dy: ShapeTensor, tokens: object, rows: int, padding: int, scaled: bool) -> ShapeTensor:
     """Zeroes the gradient of the table, then accumulates into it."""
     table = make(dy, (rows, dy.shape[1]), "embedding_backward", 1.0)
     dy.tape.record_op(work.LOOKUP, (dy.numel_,), dy.dtype, 3)
@@ -471,7 +484,7 @@ def embedding_backward(dy: ShapeTensor, tokens: Any, rows: int, padding: int, sc
 
 
 def zeros(
-    tape_device: tuple[Any, torch.device], *shape: Any, dtype: torch.dtype | None = None, **_: Any
+    tape_device: tuple[Tape, torch.device], *shape: Any, dtype: torch.dtype | None = None, **_: object
 ) -> ShapeTensor:
     """torch.zeros, recorded on the tape."""
     tape, device = tape_device
@@ -487,8 +500,8 @@ def zeros(
 _ops = torch.ops._c10d_functional
 
 
-def _issue(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: str) -> ShapeTensor:
-    axis, _, processes = group.partition(" ")
+def _issue(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: object) -> ShapeTensor:
+    axis, _, processes = str(group).partition(" ")
     x.tape.record_collective(kind, payload, x.dtype, int(processes), axis)
     operation = {ALL_GATHER: "all_gather_into_tensor", REDUCE_SCATTER: "reduce_scatter"}.get(kind, "all_reduce")
     result = make(x, made, operation)
@@ -497,27 +510,27 @@ def _issue(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: str) -
 
 
 @rule(_ops.all_reduce, torch.ops.boost.all_reduce)
-def all_reduce(x: ShapeTensor, *others: Any) -> ShapeTensor:
+def all_reduce(x: ShapeTensor, *others: object) -> ShapeTensor:
     """[...] -> [...], summed over the group, which is the last argument."""
     return _issue(ALL_REDUCE, x.shape, x.shape, x, others[-1])
 
 
 @rule(_ops.all_gather_into_tensor, torch.ops.boost.all_gather)
-def all_gather(x: ShapeTensor, processes: int, *others: Any) -> ShapeTensor:
+def all_gather(x: ShapeTensor, processes: int, *others: object) -> ShapeTensor:
     """[n, ...] -> [p n, ...]. The group is the last argument."""
     gathered = (x.shape[0] * processes, *x.shape[1:])
     return _issue(ALL_GATHER, gathered, gathered, x, others[-1])
 
 
 @rule(_ops.reduce_scatter_tensor, torch.ops.boost.reduce_scatter)
-def reduce_scatter(x: ShapeTensor, *others: Any) -> ShapeTensor:
+def reduce_scatter(x: ShapeTensor, *others: object) -> ShapeTensor:
     """[p n, ...] -> [n, ...]. The group is the last argument."""
-    processes = int(others[-1].rpartition(" ")[2])
+    processes = int(str(others[-1]).rpartition(" ")[2])
     return _issue(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, others[-1])
 
 
 @rule(_ops.all_to_all_single, torch.ops.boost.all_to_all)
-def all_to_all(x: ShapeTensor, *others: Any) -> ShapeTensor:
+def all_to_all(x: ShapeTensor, *others: object) -> ShapeTensor:
     """[...] -> [...]; sends rows to every process and receives rows from every process. The group is the last argument."""
     return _issue(ALL_TO_ALL, x.shape, x.shape, x, others[-1])
 

@@ -14,10 +14,9 @@ import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from boost.config import rules
-from boost.config.schema import Config, ParallelConfig, RecomputeName
+from boost.config.schema import Config, ParallelConfig, RecomputeName, TrainConfig
 from boost.config.stages import stages
 from boost.errors import ConfigError
 from boost.plan.candidates import (
@@ -48,6 +47,7 @@ TIE, TIE_SECONDS = 0.01, 1e-3
 and hooks, which predictions leave out, take that long."""
 
 Test = Callable[[Config], bool]
+_Sections = tuple[ParallelConfig, TrainConfig]
 Tick = Callable[[int, int], None]
 """Progress callback: (done, total)."""
 
@@ -115,21 +115,21 @@ class Search:
     """Number of candidates considered."""
 
     _nodes: list[_SearchNode] = field(default_factory=list)
-    _peaks: dict[Any, tuple[PeakMemory, int]] = field(default_factory=dict)
-    _oom_states: dict[Any, int] = field(default_factory=dict)
+    _peaks: dict[_Sections, tuple[PeakMemory, int]] = field(default_factory=dict)
+    _oom_states: dict[_Sections, int] = field(default_factory=dict)
     """Candidates that do not fit, with the bytes of weights and optimizer state on the rank that runs out of memory."""
-    _smallest_oom_batch: dict[Any, int] = field(default_factory=dict)
+    _smallest_oom_batch: dict[object, int] = field(default_factory=dict)
     """Smallest micro-batch at which no candidate fits, by structure and by mesh; 0: no micro-batch fits."""
 
     def __post_init__(self) -> None:
         self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
         # Usable memory in a small mesh: an upper bound for every mesh, which rules out hopeless candidates.
         self.usable = int(self.request.hardware.usable_bytes * (1 - self.request.margin))
-        self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
+        self._limits: dict[ParallelConfig, tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values in [parallel]."""
-        self._tp_legal: dict[tuple[Any, ...], bool] = {}
+        self._tp_legal: dict[tuple[ParallelConfig, int], bool] = {}
         self._policies_of: dict[str, list[tuple[RecomputeName, int]]] = {}
-        self._smallest_structure: dict[tuple[Any, ...], ParallelConfig] = {}
+        self._smallest_structure: dict[tuple[object, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
         for done, parallel in enumerate(listed):
             self._list(parallel)
@@ -206,7 +206,7 @@ class Search:
 
     def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
         """Returns the candidate with the lowest peak memory that passes the test, or None. Predicts one candidate per mesh."""
-        thrifty: dict[Any, Config] = {}
+        thrifty: dict[tuple[object, ...], Config] = {}
         for node in self._nodes:
             parallel = node.config.parallel
             if of is None or of(parallel):
@@ -341,12 +341,12 @@ class Search:
         return max(loss_bytes, int(block_bytes))
 
 
-def _mesh(parallel: ParallelConfig) -> tuple[Any, ...]:
+def _mesh(parallel: ParallelConfig) -> tuple[object, ...]:
     """Key that structures share if they differ only in the pipeline schedule."""
     return traced(parallel), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
 
 
-def _memory_rank(config: Config) -> tuple[Any, ...]:
+def _memory_rank(config: Config) -> tuple[int, ...]:
     """Sort key: lower means less memory, among configurations with the same model, mesh, layout and sharding."""
     train = config.train
     return train.micro_batch, -POLICIES.index(train.recompute), train.recompute_every, *_schedule_rank(config.parallel)
@@ -359,7 +359,7 @@ def _complexity(parallel: ParallelConfig) -> tuple[int, ...]:
     return axes, parallel.dp != parallel.world_size, sharded, parallel.overlap != "none", parallel.virtual
 
 
-def _schedule_rank(parallel: ParallelConfig) -> tuple[Any, ...]:
+def _schedule_rank(parallel: ParallelConfig) -> tuple[int, ...]:
     return parallel.schedule != "1f1b", parallel.virtual
 
 
@@ -369,7 +369,7 @@ def peak_ranks(config: Config) -> list[int]:
     Among ranks with the same ends and the same number of blocks under each policy, the first has the most micro-batches in flight.
     """
     policies_of, pp = config.train.recompute_by_layer(config.model.layers), config.parallel.pp
-    all_stages, ranks = stages(config), dict[Any, int]()
+    all_stages, ranks = stages(config), dict[tuple[object, ...], int]()
     for rank in range(pp):
         held = all_stages[rank::pp]
         blocks = Counter(policies_of[n] for stage in held for n in stage.numbers)

@@ -8,15 +8,17 @@ NoRuleError.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from boost.plan.categories import COPIES, category_of
-from boost.plan.tape import LEAF, Backward, GraphNode, ShapeStorage, Tape
+from boost.plan.tape import LEAF, Backward, Gradients, GraphNode, ShapeStorage, Tape, Tensors
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
 
 Shape = tuple[int, ...]
+Operand: TypeAlias = "ShapeTensor | float"
+_Rule = TypeVar("_Rule", bound=Callable[..., "ShapeTensor"])
 
 
 class NoRuleError(NotImplementedError):
@@ -181,7 +183,7 @@ class ShapeTensor:
 
         whole = self.without_storage()
 
-        def backward(gradients: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
+        def backward(gradients: Tensors, _: Tensors) -> Gradients:
             full = make(whole, whole.shape, "zeros", 1.0)  # zero outside the slice
             whole.tape.record_op(STREAM, (gradients[0].numel_,), whole.dtype, 2)
             return [full]
@@ -200,7 +202,7 @@ class ShapeTensor:
 
         whole = self.without_storage()
 
-        def backward(gradients: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
+        def backward(gradients: Tensors, _: Tensors) -> Gradients:
             return [make(whole, whole.shape, "cat", 2.0)]
 
         node = self.tape.node([self], len(shapes), backward)
@@ -224,7 +226,7 @@ class ShapeTensor:
             dim += 1
         return self.as_view((*shape, *self.shape[dim:]), (*strides, *self.strides[dim:]))
 
-    def __setitem__(self, key: Any, value: "ShapeTensor") -> None:
+    def __setitem__(self, key: object, value: "ShapeTensor") -> None:
         if not value.is_small:
             self.tape.record_op(STREAM, (value.numel_,), self.dtype, 2)
 
@@ -256,20 +258,20 @@ class ShapeTensor:
 
     # Arithmetic, with rules in boost.plan.rules.
 
-    def __mul__(self, other: Any) -> "ShapeTensor":
+    def __mul__(self, other: Operand) -> "ShapeTensor":
         return RULES["mul"](self, other)
 
     __rmul__ = __mul__
 
-    def __add__(self, other: Any) -> "ShapeTensor":
+    def __add__(self, other: Operand) -> "ShapeTensor":
         return RULES["add"](self, other)
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> "ShapeTensor":
+    def __sub__(self, other: Operand) -> "ShapeTensor":
         return RULES["elementwise"]("sub", self, other)
 
-    def __truediv__(self, other: Any) -> "ShapeTensor":
+    def __truediv__(self, other: Operand) -> "ShapeTensor":
         return RULES["div"](self, other)
 
     def __neg__(self) -> "ShapeTensor":
@@ -278,10 +280,10 @@ class ShapeTensor:
     def __matmul__(self, other: "ShapeTensor") -> "ShapeTensor":
         return RULES["matmul"](self, other)
 
-    def __pow__(self, exponent: Any) -> "ShapeTensor":
+    def __pow__(self, exponent: float) -> "ShapeTensor":
         return RULES["elementwise"]("pow", self)
 
-    def __ge__(self, other: Any) -> "ShapeTensor":
+    def __ge__(self, other: Operand) -> "ShapeTensor":
         return RULES["compare"](self)
 
     __lt__ = __gt__ = __le__ = __and__ = __or__ = __ge__
@@ -292,14 +294,14 @@ class ShapeTensor:
     __ne__ = __eq__
     __hash__ = object.__hash__
 
-    def __iadd__(self, other: Any) -> "ShapeTensor":
+    def __iadd__(self, other: Operand) -> "ShapeTensor":
         return RULES["in_place"](self, other)
 
-    def copy_(self, other: Any) -> "ShapeTensor":
+    def copy_(self, other: "ShapeTensor") -> "ShapeTensor":
         self[...] = other
         return self
 
-    def masked_fill_(self, mask: Any, value: float) -> "ShapeTensor":
+    def masked_fill_(self, mask: "ShapeTensor", value: float) -> "ShapeTensor":
         return RULES["in_place"](self)
 
     def gather(self, dim: int, index: "ShapeTensor") -> "ShapeTensor":
@@ -309,21 +311,21 @@ class ShapeTensor:
         return self
 
 
-RULES: dict[Any, Any] = {}
+RULES: dict[object, Callable[..., ShapeTensor]] = {}
 """Rules by torch function, or by name for methods and operators. Filled by `boost.plan.rules`."""
 
 
-def rule(*functions: Any) -> Any:
+def rule(*functions: object) -> Callable[[_Rule], _Rule]:
     """Decorator that registers the rule for these functions."""
 
-    def register(answer: Any) -> Any:
+    def register(answer: _Rule) -> _Rule:
         RULES.update(dict.fromkeys(functions, answer))
         return answer
 
     return register
 
 
-def records(*inputs: Any) -> bool:
+def records(*inputs: object) -> bool:
     """Whether autograd would record an operation on these inputs."""
     if not torch.is_grad_enabled():
         return False
@@ -370,10 +372,10 @@ def origin(tape: Tape, operation: str, inputs: Sequence[ShapeTensor]) -> tuple[s
 
 def record(
     make_it: Callable[[], ShapeTensor],
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     backward: Backward,
-    saved: Sequence[ShapeTensor] = (),
-    saves_result: Callable[[ShapeTensor], Sequence[ShapeTensor]] | None = None,
+    saved: Tensors = (),
+    saves_result: Callable[[ShapeTensor], Tensors] | None = None,
 ) -> ShapeTensor:
     """Returns the output of `make_it`, and records it if autograd is on.
 

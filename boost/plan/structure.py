@@ -6,11 +6,12 @@ torch. A test compares them with the modules.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 from boost.config import architecture
-from boost.config.factors import FactorShape, factor_shape
+from boost.config.factors import FactorShape, factor_shape, rate_scale
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import UNTRACED, Section
 from boost.config.stages import Stage
@@ -28,10 +29,12 @@ def traced(section: _Section) -> _Section:
     usual = type(section)()
     untraced = [name for name, info in type(section).model_fields.items() if UNTRACED in info.metadata]
     reset = section.model_copy(update={name: getattr(usual, name) for name in untraced})
-    return _sections.setdefault(reset, reset)
+    return _interned(reset)
 
 
-_sections: dict[Any, Any] = {}
+@functools.lru_cache(MAX_CACHED)
+def _interned(section: _Section) -> _Section:
+    return section
 
 
 def traced_config(config: Config) -> Config:
@@ -75,91 +78,14 @@ def processes_on(axis: str, parallel: ParallelConfig) -> int:
     return {"": 1, "tp": parallel.tp, "dp": parallel.dp_cp, "replicas": parallel.dp_cp * parallel.tp}[axis]
 
 
-class HeldTensors(NamedTuple):
-    """The stored tensors of one process."""
-
-    tensors: tuple[StoredTensor, ...]
-    """All of them, in forward order."""
-    summed: dict[str, tuple[StoredTensor, ...]]
-    """Those whose gradients are summed in buckets over each axis (`sum_axis`), from the last tensor to the first."""
-    units: dict[tuple[int | None, str], tuple[StoredTensor, ...]]
-    """Those of each FSDP unit that are sharded over each axis; unit None: embedding and head."""
-
-
-def held_tensors(config: Config, stages: Sequence[Stage]) -> HeldTensors:
-    """The stored tensors of a process with these stages."""
-    return _held(config.model, _storage(config.parallel), tuple(stages))
-
-
-def stored_tensors(config: Config, stages: Sequence[Stage]) -> tuple[StoredTensor, ...]:
-    """Every stored tensor in these stages of one process, in forward order."""
-    return held_tensors(config, stages).tensors
-
-
-@functools.lru_cache(MAX_CACHED)
-def _storage(parallel: ParallelConfig) -> ParallelConfig:
-    """Reduced to what decides which tensors there are and over which axes they are sharded and summed, whatever the axes' sizes."""
-    sharding = {"shard": "full", "dp": 2, "shard_outer": parallel.shard_outer} if parallel.sharded else {}
-    reset = traced(parallel).model_copy(update={"cp": 1, "overlap": "none", **sharding})
-    return _sections.setdefault(reset, reset)
-
-
-@functools.lru_cache(MAX_CACHED)
-def _held(model: ModelConfig, parallel: ParallelConfig, stages: tuple[Stage, ...]) -> HeldTensors:
-    tensors = tuple(tensor for stage in stages for tensor in _tensors_of(model, parallel, stage))
-    summed: dict[str, list[StoredTensor]] = {axis: [] for axis in ("", *SUM_AXES)}
-    units: dict[tuple[int | None, str], tuple[StoredTensor, ...]] = {}
-    for tensor in tensors:
-        over = tensor.over(parallel)
-        summed[sum_axis(tensor.placement.partial, over)].append(tensor)
-        units[tensor.unit, over] = (*units.get((tensor.unit, over), ()), tensor)
-    return HeldTensors(tensors, {axis: tuple(those[::-1]) for axis, those in summed.items()}, units)
-
-
-@functools.lru_cache(MAX_CACHED)
-def _tensors_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> tuple[StoredTensor, ...]:
-    stored, tensors = _storing(model, parallel), list[StoredTensor]()
-    if stage.has_embedding:
-        tensors.append(stored((architecture.embedding(model),)))
-    for layer in stage.numbers:
-        tensors += (
-            tensor._replace(unit=layer) for tensor in _block(model, parallel, architecture.first_alike(model, layer))
-        )
-    if stage.has_head:
-        tensors.append(stored((architecture.final_norm(model),)))
-        if not (model.tied and stage.has_embedding):
-            tensors.append(stored((architecture.head(model),)))
-    return tuple(tensors)
-
-
-@functools.lru_cache(MAX_CACHED)
-def _block(model: ModelConfig, parallel: ParallelConfig, layer: int) -> tuple[StoredTensor, ...]:
-    placement = functools.partial(placement_of, model=model, parallel=parallel)
-    return tuple(map(_storing(model, parallel), fused_block(model, layer, placement)))
-
-
-def _storing(
-    model: ModelConfig, parallel: ParallelConfig
-) -> Callable[[tuple[architecture.Parameter, ...]], StoredTensor]:
-    """Turns fused parameters into the tensor that stores them."""
-    spec = spec_of(parallel)
-
-    def stored(parameters: tuple[architecture.Parameter, ...]) -> StoredTensor:
-        role = parameters[0].role
-        placement = spec.placement(role, model, parallel)
-        shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
-        rows, others = sum(shape[0] for shape in shapes), shapes[0][1:]
-        return StoredTensor(rows, math.prod(others), not others, placement, None, spec.may_have_copy(role))
-
-    return stored
-
-
 class FactorTensors(NamedTuple):
     """The factors of linears with the same input (`boost.optim.factors.FactorUnit`), and the tensors that store them."""
 
     pairs: tuple[tuple[FactorShape, FactorShape], ...]
     """(A, B) for each linear."""
     stored: tuple[StoredTensor, ...]
+    scales: tuple[float, ...]
+    """Multiplier of the learning rate of each A (`rate_scale`)."""
 
     @property
     def shapes(self) -> tuple[FactorShape, ...]:
@@ -167,11 +93,70 @@ class FactorTensors(NamedTuple):
         return tuple(shape for pair in self.pairs for shape in pair)
 
 
-def factor_tensors(config: Config, stages: Sequence[Stage]) -> list[FactorTensors]:
-    """The factors in these stages, by unit."""
-    model, parallel = config.model, _storage(config.parallel)
-    kinds = (architecture.first_alike(model, layer) for stage in stages for layer in stage.numbers)
-    return [unit for layer in kinds for unit in _factors(model, parallel, layer)] if model.low_rank else []
+class HeldTensors:
+    """The stored tensors of one process, whatever the sizes of the axes over which they are sharded and summed."""
+
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig, stages: tuple[Stage, ...]) -> None:
+        self.model, self.parallel, self.stages = model, parallel, stages
+        self.by_stage = {stage.index: _tensors_of(model, parallel, stage) for stage in stages}
+        """The tensors of each stage, by its index, in forward order."""
+        self.tensors = tuple(tensor for tensors in self.by_stage.values() for tensor in tensors)
+        summed: dict[str, list[StoredTensor]] = defaultdict(list)
+        self.units: dict[tuple[int, int | None, str], list[StoredTensor]] = defaultdict(list)
+        """Those of each FSDP unit that are sharded over each axis, by stage, block (None: embedding and head) and axis."""
+        for stage, tensors in self.by_stage.items():
+            for tensor in tensors:
+                over = tensor.over(parallel)
+                summed[sum_axis(tensor.placement.partial, over)].append(tensor)
+                self.units[stage, tensor.unit, over].append(tensor)
+        self.summed = {axis: tuple(summed[axis][::-1]) for axis in SUM_AXES}
+        """Those whose gradients are summed in buckets over each axis (`sum_axis`), from the last tensor to the first."""
+
+    @functools.cached_property
+    def counts(self) -> Counter[StoredTensor]:
+        """How often each tensor occurs in any block; blocks come first."""
+        ordered = (sorted(tensors, key=lambda tensor: tensor.unit is None) for tensors in self.by_stage.values())
+        return Counter(tensor._replace(unit=None) for tensors in ordered for tensor in tensors)
+
+    @functools.cached_property
+    def factors(self) -> list[FactorTensors]:
+        """The factors, by unit."""
+        kinds = (architecture.first_alike(self.model, layer) for stage in self.stages for layer in stage.numbers)
+        return [unit for n in kinds for unit in _factors(self.model, self.parallel, n)] if self.model.low_rank else []
+
+
+def held_tensors(config: Config, stages: Sequence[Stage]) -> HeldTensors:
+    """The stored tensors of a process with these stages."""
+    return _held(config.model, _storage(config.parallel), tuple(stages))
+
+
+_held = functools.lru_cache(MAX_CACHED)(HeldTensors)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _storage(parallel: ParallelConfig) -> ParallelConfig:
+    """Reduced to what decides which tensors there are and over which axes they are sharded and summed, whatever the axes' sizes."""
+    sharding = {"shard": "full", "dp": 2, "shard_outer": parallel.shard_outer} if parallel.sharded else {}
+    return _interned(traced(parallel).model_copy(update={"cp": 1, "overlap": "none", **sharding}))
+
+
+@functools.lru_cache(MAX_CACHED)
+def _tensors_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> tuple[StoredTensor, ...]:
+    tensors = [_stored(model, parallel, (architecture.embedding(model),))] if stage.has_embedding else []
+    for layer in stage.numbers:
+        alike = _block(model, parallel, architecture.first_alike(model, layer))
+        tensors += (tensor._replace(unit=layer) for tensor in alike)
+    if stage.has_head:
+        tensors.append(_stored(model, parallel, (architecture.final_norm(model),)))
+        if not (model.tied and stage.has_embedding):
+            tensors.append(_stored(model, parallel, (architecture.head(model),)))
+    return tuple(tensors)
+
+
+@functools.lru_cache(MAX_CACHED)
+def _block(model: ModelConfig, parallel: ParallelConfig, layer: int) -> tuple[StoredTensor, ...]:
+    placement = functools.partial(placement_of, model=model, parallel=parallel)
+    return tuple(_stored(model, parallel, parameters) for parameters in fused_block(model, layer, placement))
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -185,5 +170,17 @@ def _factors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> tuple[
             for parameters in fused
         )
         pairs = tuple((down, up) for down, (up,) in zip(downs, ups, strict=True))
-        units.append(FactorTensors(pairs, tuple(map(_storing(model, parallel), fused))))
+        stored = tuple(_stored(model, parallel, parameters) for parameters in fused)
+        units.append(FactorTensors(pairs, stored, tuple(rate_scale(a, model.dim) for a in fused[0])))
     return tuple(units)
+
+
+def _stored(
+    model: ModelConfig, parallel: ParallelConfig, parameters: tuple[architecture.Parameter, ...]
+) -> StoredTensor:
+    """The tensor that stores fused parameters."""
+    role, spec = parameters[0].role, spec_of(parallel)
+    placement = spec.placement(role, model, parallel)
+    shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
+    rows, others = sum(shape[0] for shape in shapes), shapes[0][1:]
+    return StoredTensor(rows, math.prod(others), not others, placement, None, spec.may_have_copy(role))

@@ -14,18 +14,23 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 
 from boost.config.traffic import STATISTIC_TERMS, Collective
 from boost.plan.work import Counted, Work
 
-ShapeTensor = Any
-"""A `boost.plan.shape_tensor.ShapeTensor`, whose module imports this one."""
+if TYPE_CHECKING:
+    from boost.plan.shape_tensor import ShapeTensor  # that module imports this one
 
-Backward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-"""(gradients of the outputs, saved tensors) -> gradients of the inputs."""
+_T = TypeVar("_T")
+
+Tensors = Sequence["ShapeTensor"]
+Gradients = Sequence["ShapeTensor | None"]
+"""None: no gradient."""
+Backward = Callable[[Tensors, Tensors], Gradients]
+"""(gradients of the outputs, saved tensors) -> gradients of the inputs. A node with one output has its gradient."""
 
 LEAF = float("inf")
 """`GraphNode.number` of a weight: its node runs as soon as its gradient is available."""
@@ -85,15 +90,15 @@ class ShapeStorage:
 class GraphNode:
     """A node in the autograd graph. `number` orders the backward pass; inputs have -1 and weights have LEAF."""
 
-    __slots__ = ("backward", "edges", "frame", "number", "place", "results", "saved", "widening")
+    __slots__ = ("backward", "edges", "frame", "number", "numbers", "place", "results", "saved", "widening")
 
-    def __init__(
-        self, number: float, inputs: Sequence[Any], results: int, backward: Backward | None, place: str
-    ) -> None:
+    def __init__(self, number: float, inputs: Gradients, results: int, backward: Backward | None, place: str) -> None:
         self.number, self.results, self.backward, self.place = number, results, backward, place
         self.edges = [(x.node, x.index) if x is not None else (None, 0) for x in inputs]
-        self.saved: Any = ()
+        self.saved: Tensors = ()
         self.frame: CheckpointFrame | None = None
+        self.numbers: tuple[int, ...] = ()
+        """Numbers of the saved tensors in `frame`."""
         self.widening = 1
         """For a working copy: size of the stored gradient relative to the incoming one, which is released after the cast."""
 
@@ -102,7 +107,12 @@ class CheckpointFrame:
     """One call to a checkpointed function."""
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Sequence[Any], selective: bool, to_the_end: bool, place: str
+        self,
+        function: Callable[..., object],
+        arguments: Sequence[object],
+        selective: bool,
+        to_the_end: bool,
+        place: str,
     ) -> None:
         self.function, self.arguments, self.place = function, arguments, place
         self.selective = selective
@@ -110,8 +120,8 @@ class CheckpointFrame:
         self.to_the_end = to_the_end
         """Whether it is recomputed to the end, instead of up to the last saved tensor."""
         self.count = 0
-        self.recomputed: dict[int, Any] | None = None
-        self.outputs: list[Any] = []
+        self.recomputed: dict[int, ShapeTensor] | None = None
+        self.outputs: list[Tensors] = []
         """Saved outputs of operations that are not recomputed."""
         self.replayed = 0
 
@@ -150,7 +160,7 @@ class Tape:
         self.collectives: list[Collective] = []
         self.small = max(tokens, largest)
         self.tokens, self.statistic = tokens, STATISTIC_TERMS * processes * tokens
-        self.input_gradients: list[Any] = []
+        self.input_gradients: list[ShapeTensor] = []
         """Gradients for the pass's inputs."""
         self.log: list[Operation] = []
         """All operations, in order."""
@@ -199,23 +209,23 @@ class Tape:
         """Returns all operations and collectives so far, and when each collective was in flight."""
         return tuple(self.log), tuple(self.collectives), tuple(self.flights)
 
-    def in_flight(self, result: Any) -> None:
+    def in_flight(self, result: "ShapeTensor") -> None:
         """Marks `result` as the result of the latest collective."""
         self._in_flight[id(result.storage)] = self.flights[-1].number
 
-    def wait(self, result: Any) -> None:
+    def wait(self, result: "ShapeTensor") -> None:
         """Records the wait for the collective with this result."""
         number = self._in_flight.pop(id(result.storage))
         self.flights.append(Flight(len(self.log), number, self.times, waited=True))
 
-    def node(self, inputs: Sequence[Any], results: int, backward: Backward | None) -> GraphNode:
+    def node(self, inputs: Gradients, results: int, backward: Backward | None) -> GraphNode:
         return GraphNode(next(self._number), inputs, results, backward, self.place)
 
     # Activation checkpointing.
 
     def checkpoint(
-        self, function: Callable[..., Any], /, *arguments: Any, selective: bool = False, to_the_end: bool = False
-    ) -> Any:
+        self, function: Callable[..., _T], /, *arguments: object, selective: bool = False, to_the_end: bool = False
+    ) -> _T:
         """Calls a function, and saves only its arguments and, if `selective`, attention outputs. `to_the_end`: recomputation
         runs to the end, even if nothing needs the last results."""
         assert self._frame is None, "nested checkpointed functions"
@@ -225,7 +235,7 @@ class Tape:
         finally:
             self._frame = None
 
-    def selected(self, make: Callable[[], Any]) -> Any:
+    def selected(self, make: Callable[[], Tensors]) -> Tensors:
         """Returns the result of `make`, or its saved result during a selective recomputation."""
         frame = self._frame
         if frame is None or not frame.selective:
@@ -236,7 +246,7 @@ class Tape:
         frame.outputs.append(made)
         return made
 
-    def save(self, node: GraphNode, saved: Sequence[ShapeTensor]) -> None:
+    def save(self, node: GraphNode, saved: Tensors) -> None:
         """Saves tensors for the backward pass of a node."""
         if not saved:
             return
@@ -254,14 +264,13 @@ class Tape:
                 raise _StopRecompute
             return
         node.frame = frame
-        node.saved = (*node.saved, *range(frame.count, frame.count + len(bare)))
+        node.numbers = (*node.numbers, *range(frame.count, frame.count + len(bare)))
         frame.count += len(bare)
 
-    def _saved(self, node: GraphNode) -> Sequence[ShapeTensor]:
+    def _saved(self, node: GraphNode) -> Tensors:
         frame = node.frame
         if frame is None:
-            result: Sequence[ShapeTensor] = node.saved
-            return result
+            return node.saved
         if frame.recomputed is None:
             frame.recomputed = {}
             self._frame, self._recomputing = frame, True
@@ -273,29 +282,30 @@ class Tape:
                 enough.__traceback__ = None  # its frames would keep tensors alive
             finally:
                 self._frame, self._recomputing, self.phase = None, False, "backward"
-        return [frame.recomputed.pop(number) for number in node.saved]
+        return [frame.recomputed.pop(number) for number in node.numbers]
 
     # The backward pass.
 
-    def backward(self, roots: list[Any], gradients: list[Any]) -> None:
+    def backward(self, roots: "list[ShapeTensor]", gradients: "list[ShapeTensor]") -> None:
         """Runs the backward pass from `roots`, and empties both lists."""
         self.phase = "backward"
         with torch.no_grad():
             self._backward(roots, gradients)
         self.phase = "forward"
 
-    def _backward(self, roots: list[Any], gradients: list[Any]) -> None:
+    def _backward(self, roots: "list[ShapeTensor]", gradients: "list[ShapeTensor]") -> None:
         waiting = _pending(roots)
-        incoming: dict[GraphNode, list[Any]] = {}
+        incoming: dict[GraphNode, list[ShapeTensor | None]] = {}
         ready: list[tuple[float, int, GraphNode]] = []
         order = itertools.count()
 
-        def add_gradient(node: GraphNode, index: int, gradient: Any) -> None:
+        def add_gradient(node: GraphNode, index: int, gradient: "ShapeTensor | None") -> None:
             slots = incoming.setdefault(node, [None] * node.results)
-            if gradient is not None and slots[index] is not None:
+            former = slots[index]
+            if gradient is not None and former is not None:
                 self.place = node.place or self.place
-                gradient = slots[index] + gradient
-            slots[index] = gradient if gradient is not None else slots[index]
+                gradient = former + gradient
+            slots[index] = gradient if gradient is not None else former
             if not waiting[node]:
                 heapq.heappush(ready, (-node.number, next(order), node))
 
@@ -305,7 +315,7 @@ class Tape:
                 add_gradient(x.node, x.index, gradient)
         roots.clear()
         gradients.clear()
-        x = gradient = None
+        del x, gradient  # their memory is freed as the pass goes on
         while ready:
             node = heapq.heappop(ready)[2]
             results = self._run(node, incoming.pop(node))
@@ -315,12 +325,14 @@ class Tape:
                     add_gradient(target, index, results[i])
                 results[i] = None
 
-    def _run(self, node: GraphNode, gradients: list[Any]) -> list[Any]:
+    def _run(self, node: GraphNode, gradients: "list[ShapeTensor | None]") -> "list[ShapeTensor | None]":
         if node.backward is None:
             if node.number < 0:
                 self.input_gradients += [g for g in gradients if g is not None]
             else:
-                new_bytes = node.widening * sum(g.storage.bytes for g in gradients if g is not None)
+                new_bytes = node.widening * sum(
+                    g.storage.bytes for g in gradients if g is not None and g.storage is not None
+                )
                 if node.widening > 1:
                     self.first_peak = max(self.first_peak, self.live + self.new_gradients + new_bytes)
                 gradients.clear()
@@ -328,7 +340,7 @@ class Tape:
             return []
         saved = self._saved(node)
         self.place = node.place
-        results = node.backward(gradients, saved)
+        results = node.backward(cast("list[ShapeTensor]", gradients), saved)
         del saved
         node.saved, node.frame = (), None
         return list(results)
@@ -339,7 +351,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype)[6:]
 
 
-def _pending(roots: Sequence[Any]) -> dict[GraphNode, int]:
+def _pending(roots: Tensors) -> dict[GraphNode, int]:
     """Number of pending gradients for each node that a backward pass runs."""
     first = [x.node for x in roots if x.node is not None]
     reached, waiting = list(first), dict.fromkeys(first, 0)

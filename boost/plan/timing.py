@@ -11,13 +11,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar, cast
 
 from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
 from boost.config.factors import FactorShape, work_dtype
 from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName, TrainConfig
-from boost.config.stages import Stage, stages
+from boost.config.stages import Stage, stages, whole
 from boost.config.traffic import ITEMSIZE, Collective
 from boost.plan import step_time
 from boost.plan.collectives import stage_sends
@@ -25,13 +25,15 @@ from boost.plan.hardware import Hardware, Speeds, collective_seconds, span
 from boost.plan.optimizer import iterations, optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step_time import PassTime, Seconds, StepTime
-from boost.plan.structure import MAX_CACHED, StoredTensor, factor_tensors, stored_tensors, traced
+from boost.plan.structure import MAX_CACHED, held_tensors, traced
 from boost.plan.tape import Operation, work_of
 from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
 
 PART_OF = {GEMM: step_time.GEMMS, ATTENTION: step_time.ATTENTION_TIME, ATTENTION_BACKWARD: step_time.ATTENTION_TIME}
 """Part of the step time that each kind of operation counts toward; for all others it is `step_time.OTHER`."""
+
+_T = TypeVar("_T")
 
 # Operations on one process in a training step: embedding, blocks, loss, and the work after the last backward pass.
 
@@ -61,11 +63,6 @@ def as_stored(config: Config) -> Config:
     return config.changed(parallel={"shard": "none"}) if config.parallel.sharded else config
 
 
-def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
-    """Counts the blocks of each kind; the keys are the first block of each kind."""
-    return Counter(first_alike(model, layer) for layer in layers)
-
-
 @functools.lru_cache(MAX_CACHED)
 def kinds_in(model: ModelConfig, train: TrainConfig, stage: Stage) -> Counter[tuple[int, RecomputeName]]:
     """Counts the blocks in a stage by kind and recomputation policy."""
@@ -78,13 +75,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
 
     For weights with working copies, this includes the casts of weights and gradients, which otherwise belong to a micro-batch.
     """
-    model, parallel, train = config.model, config.parallel, config.train
-    stored = Counter[StoredTensor]()
-    for stage in stages:
-        for layer, count in kinds_of_blocks(model, stage.numbers).items():
-            for tensor in stored_tensors(config, [Stage(1, 3, layer, 1)]):
-                stored[tensor] += count
-        stored.update(stored_tensors(config, [Stage(stage.index, stage.count)]))
+    parallel, train = config.parallel, config.train
     total: Counted = Counter()
     dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
@@ -92,7 +83,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
     has_copies, narrow = as_stored(config).has_working_copies, ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
     gathers_each = parallel.sharded and parallel.shard == "full"
-    for tensor, count in stored.items():
+    for tensor, count in held_tensors(config, stages).counts.items():
         elements, held = (tensor.elements,), (tensor.shard(parallel),)
         has_copy = has_copies and tensor.may_have_copy
         if has_copy and gathers_each:
@@ -124,7 +115,7 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     def add(work: Work, times: int) -> None:
         total[work._replace(phase="step", place="optimizer")] += times
 
-    units = factor_tensors(config, stages)
+    units = held_tensors(config, stages).factors
     shapes = Counter(pair[side] for unit in units for side in (0, 1) for pair in unit.pairs)
     for shape, count in shapes.items():
         n, r = shape.rows, shape.rank
@@ -158,13 +149,13 @@ class Predictor:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.on_gpu = hardware.is_gpu
-        self._cache: dict[tuple[Any, ...], Any] = {}
+        self._cache: dict[tuple[object, ...], object] = {}
         self._groups: dict[tuple[ParallelConfig, TrainConfig], int] = {}
         """Configurations with the same number share predictions for a micro-batch."""
-        self._group_numbers: dict[tuple[Any, ...], int] = {}
+        self._group_numbers: dict[tuple[object, ...], int] = {}
         self._seconds: dict[Speeds, dict[Operation, float]] = defaultdict(dict)
         """Seconds for operations."""
-        self._links: dict[tuple[Any, ...], float] = {}
+        self._links: dict[tuple[object, ...], float] = {}
         """Seconds for collectives, by payload and mesh."""
 
     def predict(self, config: Config) -> StepTime:
@@ -210,11 +201,10 @@ class Predictor:
         """Times for one micro-batch on each pipeline rank."""
         p, train = config.parallel, config.train
         key = "passes", p.pp, p.virtual, p.split, train.recompute, train.recompute_every, config.captures_passes
-        times: Sequence[PassTime] = self._per_micro_batch(config, key, self._passes, config)
-        return times
+        return self._per_micro_batch(config, key, self._passes, config)
 
     def _passes(self, config: Config) -> Sequence[PassTime]:
-        times, split = dict[Any, PassTime](), stages(config)
+        times, split = dict[tuple[object, ...], PassTime](), stages(config)
         ranks = [split[rank :: config.parallel.pp] for rank in range(config.parallel.pp)]
         keys = [kinds_of(config, held) for held in ranks]
         for key, held in zip(keys, ranks, strict=True):
@@ -223,7 +213,7 @@ class Predictor:
         return [times[key] for key in keys]
 
     def lower_bound(self, config: Config) -> float:
-        """A cheap lower bound on `predict` without recomputation.
+        """A cheap lower bound on `predict`.
 
         With a pipeline, leaves out DP collectives and the optimizer, and assumes equal stages. With overlapped halves, leaves out
         TP and CP collectives, because computing two halves takes at least as long as computing one whole micro-batch.
@@ -243,18 +233,19 @@ class Predictor:
             return (
                 slower * (count * worst.total + exposed + self._step_end(config, held)) + self.hardware.step_ms * 1e-3
             )
-        whole: PassTime = self._per_micro_batch(config, "blocks and ends", self._blocks_and_ends, config)
-        total = slower * (whole.total - hides * sum(whole.waits))
+        key = "blocks and ends", train.recompute, train.recompute_every
+        all_of_it = self._per_micro_batch(config, key, self._blocks_and_ends, config)
+        total = slower * (all_of_it.total - hides * sum(all_of_it.waits))
         count = train.global_batch // (parallel.dp * train.micro_batch)
         if self.hardware.alone is not None:
             return count * total / parallel.pp
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
 
     def _blocks_and_ends(self, config: Config) -> PassTime:
-        """Times for one micro-batch through the whole model, without recomputation, as if no stage waited for another."""
+        """Times for one micro-batch through the whole model, as if no stage waited for another."""
         result = PassTime()
-        for layer, count in kinds_of_blocks(config.model, range(config.model.layers)).items():
-            result.add(self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none"), count)
+        for (layer, policy), count in kinds_in(config.model, config.train, whole(config.model)).items():
+            result.add(self._per_micro_batch(config, (layer, policy), self._block, config, layer, policy), count)
         for stage in (Stage(0, 2), Stage(1, 2)):
             key = (stage.has_embedding, stage.has_head)
             result.add(self._per_micro_batch(config, key, self._ends, config, stage), 1)
@@ -383,9 +374,7 @@ class Predictor:
         room = worst.room(self.hardware.overlap, shared)
         # FSDP in a pipeline gathers for each micro-batch, but all its gathers have phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
-        sums: Seconds = self._per_step(
-            config, ("replicas", kinds_of(config, held), gathered), self._replica_sums, config, held
-        )
+        sums = self._per_step(config, ("replicas", kinds_of(config, held), gathered), self._replica_sums, config, held)
         # Gradient reductions overlap one backward pass; ZeRO-1's gathers, one forward pass. FSDP in a pipeline overlaps all passes.
         cover = room[1] if parallel.shard == "none" else sum(room)
         if parallel.shard == "full" and parallel.pp > 1:
@@ -398,8 +387,9 @@ class Predictor:
     def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
         """Seconds for DP collectives by phase: per micro-batch, or once per step."""
         sums: Seconds = defaultdict(float)
-        counts = Counter(gradient_collectives(config, held))
-        for collective, times in gathers(config, held):
+        tensors = held_tensors(config, held)
+        counts = Counter(gradient_collectives(config, tensors))
+        for collective, times in gathers(config, tensors):
             counts[collective] += times
         for collective, times in counts.items():
             sums[collective.phase] += times * self._sent(config, collective)
@@ -427,41 +417,46 @@ class Predictor:
         speeds = self._speeds(config)
         return sum(times * speeds.seconds(operation) for operation, times in work.items()), work.total(), sent
 
-    def _per_micro_batch(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _per_micro_batch(
+        self, config: Config, key: tuple[object, ...], function: Callable[..., _T], *arguments: object
+    ) -> _T:
         """Caches `function` for one micro-batch. Configurations with equal model, TP, layout and micro-batch share the result."""
         groups = config.parallel, config.train
         if groups not in self._groups:
             self._groups[groups] = self._group_numbers.setdefault(self._group(*groups), len(self._group_numbers))
         return self._lookup((config.model, self._groups[groups], key), function, arguments)
 
-    def _group(self, p: ParallelConfig, train: TrainConfig) -> tuple[Any, ...]:
+    def _group(self, p: ParallelConfig, train: TrainConfig) -> tuple[object, ...]:
         """What a micro-batch depends on: traced fields, how groups are spread over nodes, and how many processes run on each."""
         per_node, per_site = self.hardware.per_node, self.hardware.per_site
-        places: tuple[Any, ...] = *(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node)
+        places: tuple[object, ...] = (
+            *(span(axis, p, per_node) for axis in ("tp", "cp", "pp")),
+            min(p.world_size, per_node),
+        )
         if per_site is not None:
             places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
         return traced(p), traced(train), places
 
-    def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _per_step(self, config: Config, key: tuple[object, ...], function: Callable[..., _T], *arguments: object) -> _T:
         """Caches `function` for work that is done once per step, independently of the micro-batch."""
         p, train = config.parallel, config.train
         shared = p.layout, p.tp, p.dp, p.cp, p.pp, p.shard, p.shard_outer
         dtypes = train.compute_dtype, train.param_dtype, train.working_copies
         return self._lookup((config.model, shared, dtypes, key), function, arguments)
 
-    def _lookup(self, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def _lookup(self, key: tuple[object, ...], function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
         if key not in self._cache:
             self._cache[key] = function(*arguments)
-        return self._cache[key]
+        return cast(_T, self._cache[key])
 
 
-def kinds_of(config: Config, held: Sequence[Stage]) -> tuple[tuple[Any, ...], ...]:
+def kinds_of(config: Config, held: Sequence[Stage]) -> tuple[tuple[object, ...], ...]:
     """What the times of these stages depend on."""
     return tuple(_kind(config.model, config.train, stage) for stage in held)
 
 
 @functools.lru_cache(MAX_CACHED)
-def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[Any, ...]:
+def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[object, ...]:
     gates = (has_latent_gate(model, stage.numbers[end]) for end in (0, -1))
     return tuple(kinds_in(model, train, stage).items()), stage.has_embedding, stage.has_head, *gates
 

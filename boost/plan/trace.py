@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,11 +21,12 @@ from boost.models import kernels
 from boost.models.attention import Context
 from boost.models.block import interleave
 from boost.models.group import Flow, Stream
+from boost.models.interface import Layout
 from boost.models.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
-from boost.plan.shape_tensor import ShapeTensor, contiguous
+from boost.plan.shape_tensor import ShapeTensor
 from boost.plan.structure import MAX_CACHED, traced_config
-from boost.plan.tape import Flight, Operation, work_of
+from boost.plan.tape import Flight, Operation, ShapeStorage, work_of
 from boost.plan.tracer import ONE_PASS, TracedLayout, Tracer
 from boost.plan.work import Counted
 
@@ -121,12 +122,12 @@ def _by_tokens(config: Config) -> Config:
     return config.changed(parallel={"cp": 1}, train={"micro_batch": 1, "seq_len": tokens})
 
 
-_TRACES: dict[Any, TracedPass] = {}
+_TRACES: dict[tuple[Any, ...], TracedPass] = {}
 
 
 def _cached(
     config: Config,
-    key: Any,
+    key: tuple[object, ...],
     on_gpu: bool,
     run: Callable[[Tracer], TracedPass],
     reduced: Callable[[Config], Config] = lambda config: config,
@@ -142,7 +143,9 @@ def _cached(
     return _TRACES[whole]
 
 
-def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, list[tuple[int, Any]], list[Any]]:
+def _forward(
+    tracer: Tracer, layer: int, policy: RecomputeName
+) -> "tuple[int, list[tuple[int, weakref.ref[ShapeStorage | None]]], list[ShapeTensor]]":
     """Runs the forward pass. Returns (bytes of all inputs; bytes of each latent from the previous block, with a weak
     reference to its memory; for each part, the residual stream and the latents for the next block)."""
     tape, parts = tracer.tape, tracer.parts
@@ -150,14 +153,10 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
     but_attention = functools.partial(tape.checkpoint, selective=True)
     of_block = functools.partial(tape.checkpoint, to_the_end=tracer.layout.halves)  # blocks communicate
     block.recompute(policies(tape.checkpoint, but_attention, of_block)[policy])
-    layout: Any = TracedLayout(tracer.layout, tape)
-    # Rotary angles, whose memory is counted elsewhere.
+    layout = cast(Layout, TracedLayout(tracer.layout, tape))
     tokens, width = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
-    angles: list[Any] = [
-        ShapeTensor(tape, None, shape, contiguous(shape), tracer.dtype, tracer.device)
-        for shape in ((tokens, 1, width), (tokens, 1, width // 2))
-    ]
-    context = Context(tracer.config.train.micro_batch, angles[0], angles[1], share=tracer.layout.sequence_share())
+    cos, sin = (tracer.without_memory((tokens, 1, n), tracer.dtype) for n in (width, width // 2))
+    context = Context(tracer.config.train.micro_batch, cos, sin, share=tracer.layout.sequence_share())
     before = tape.live
     streams = []
     for _ in range(parts):
@@ -170,9 +169,10 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[int, li
         streams.append(Stream(x, tuple(prev)))
     input_bytes = tape.live - before
     tape.begin_pass()
-    latents = [(h.nbytes, weakref.ref(h.storage)) for stream in streams for h in stream.latents]
+    prev_latents = cast("list[ShapeTensor]", [h for stream in streams for h in stream.latents])
+    latents = [(h.nbytes, weakref.ref(h.storage)) for h in prev_latents]
     after = block(layout, streams, context.halves() if parts == 2 else [context])
-    return input_bytes, latents, [y for stream in after for y in (stream.x, *stream.latents)]
+    return input_bytes, latents, cast("list[ShapeTensor]", [y for stream in after for y in (stream.x, *stream.latents)])
 
 
 def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
@@ -206,11 +206,11 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
         parts = [Flow(tracer.new_input(shape, RESIDUAL)) for _ in range(tracer.parts)]
         input_bytes = tape.live
         tape.begin_pass()
-        targets: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
+        targets = tracer.without_memory((tracer.tokens,), torch.int64)
         tape.scope, tape.place = LOGITS, "loss"
         # The input is the residual stream, even if the loss saves it.
         interleave([decoder._loss(flow, targets, None) for flow in parts])
-        values: list[Any] = [flow.x for flow in parts]
+        values = [cast(ShapeTensor, flow.x) for flow in parts]
         while len(values) > 1:
             values.append(values.pop(0) + values.pop(0))
         tape.scope = ""
@@ -231,12 +231,12 @@ def _trace_embedding(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         decoder = tracer.ends(Stage(0, 2))
-        tokens: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
+        tokens = tracer.without_memory((tracer.tokens,), torch.int64)
         tape.place = "embed"
         parts = [Flow(tokens) for _ in range(tracer.parts)]
         interleave([tracer.layout.embed(flow, decoder.embed, tracer.dtype) for flow in parts])
         forward = tape.peak
-        rows: list[Any] = [flow.x for flow in parts]
+        rows = [cast(ShapeTensor, flow.x) for flow in parts]
         parts.clear()
         results = [x.without_storage() for x in rows]
         gradients = tracer.gradients(rows)

@@ -4,10 +4,11 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from boost.config.schema import Config, ModelConfig, ParallelConfig
@@ -20,7 +21,7 @@ from boost.models.attention import Context
 from boost.models.block import TransformerBlock
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedModule
-from boost.models.group import Arrived, Flow
+from boost.models.group import Arrived, Flow, LinearGroup, Outputs
 from boost.models.interface import Layout
 from boost.models.kernels import Kernel, RMSNorm
 from boost.models.recompute import NO_RECOMPUTE
@@ -30,7 +31,7 @@ from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records
 from boost.plan.structure import MAX_CACHED, traced
-from boost.plan.tape import GraphNode, Tape
+from boost.plan.tape import Gradients, GraphNode, Tape, Tensors
 from boost.plan.work import REDUCE, SILU, SILU_BACKWARD, STREAM
 
 
@@ -86,17 +87,21 @@ class Tracer:
         self.tape = Tape(self.tokens, max(model.dim, model.heads_dim, model.ffn_dim, model.vocab_size // p), p)
         self.layout = _layout_of(model, traced(config.parallel))
 
-    def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
+    def new(self, shape: Shape, dtype: torch.dtype, category: str) -> ShapeTensor:
         self.tape.scope = category
         made = make(ShapeTensor(self.tape, None, shape, contiguous(shape), dtype, self.device), shape, "")
         self.tape.scope = ""
         return made
 
-    def new_input(self, shape: Shape, category: str) -> Any:
+    def new_input(self, shape: Shape, category: str) -> Tensor:
         """Allocates an input to a pass, with requires_grad."""
         made = self.new(shape, self.dtype, category)
         made.node = GraphNode(-1, (), 1, None, "")
-        return made
+        return cast(Tensor, made)
+
+    def without_memory(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """A tensor whose memory is counted elsewhere."""
+        return cast(Tensor, ShapeTensor(self.tape, None, shape, contiguous(shape), dtype, self.device))
 
     def block(self, layer: int) -> TransformerBlock:
         """Block `layer`, with weights for this trace."""
@@ -123,7 +128,7 @@ class Tracer:
                         self.tape, shape, dtype, self.device, short_role(role), self.stored if copied else None
                     )
 
-    def gradients(self, results: Sequence[Any]) -> list[Any]:
+    def gradients(self, results: Tensors) -> list[ShapeTensor]:
         """Allocates gradients for the outputs of a pass."""
         return [self.new(result.shape, result.dtype, RESIDUAL) for result in results]
 
@@ -151,7 +156,7 @@ class Tracer:
         self.tape.times = 1
 
 
-def _last_queries(q_BHSE: Any, k_BKSE: Any, v_BKSE: Any) -> Any:
+def _last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     """Replaces `documents.last_queries`, whose kernel needs no mask. The mask here only marks that keys outnumber queries."""
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=torch.empty(0), enable_gqa=grouped)
@@ -168,12 +173,12 @@ class _KernelFacts(NamedTuple):
     """The slowest kind of operation in the kernel."""
 
 
-_KERNEL_FACTS: dict[Any, _KernelFacts] = {}
+_KERNEL_FACTS: dict[tuple[object, ...], _KernelFacts] = {}
 """Cached facts, by kernel, arguments and size limits for small tensors."""
 _MAX_FACTS = 10_000
 
 
-def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+def one_pass(kernel: Kernel, arguments: tuple[object, ...]) -> Any:
     """Runs a kernel as one operation, which reads its arguments (once, unless the kernel specifies otherwise), writes its results
     once, and allocates nothing else. The operation is as fast as the slowest kind of operation in the kernel."""
     inputs = [x for x in arguments if isinstance(x, ShapeTensor)]
@@ -215,7 +220,7 @@ class _Rules(TorchFunctionMode):
     def __init__(self, tape: Tape, device: torch.device) -> None:
         super().__init__()
         zeros = functools.partial(rules.zeros, (tape, device))
-        self._without_tensors: dict[Any, Any] = {torch.zeros: zeros}
+        self._without_tensors: dict[object, Callable[..., ShapeTensor]] = {torch.zeros: zeros}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._without_tensors.get(function) or RULES.get(function)
@@ -229,22 +234,22 @@ class _Rules(TorchFunctionMode):
 class _Ctx:
     """Context (ctx) of a custom autograd function."""
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[object]) -> None:
         self.needs_input_grad = tuple(isinstance(x, ShapeTensor) and x.node is not None for x in inputs)
-        self.saved_tensors: Any = ()
-        self.without_gradient: Any = ()
+        self.saved_tensors: Gradients = ()
+        self.without_gradient: Gradients = ()
 
-    def save_for_backward(self, *tensors: Any) -> None:
+    def save_for_backward(self, *tensors: ShapeTensor | None) -> None:
         self.saved_tensors = tensors
 
-    def mark_non_differentiable(self, *tensors: Any) -> None:
+    def mark_non_differentiable(self, *tensors: ShapeTensor | None) -> None:
         self.without_gradient = tensors
 
 
 _USUAL_APPLY: Any = vars(torch.autograd.Function)["apply"]
 
 
-def _apply(cls: Any, *inputs: Any) -> Any:
+def _apply(cls: Any, *inputs: object) -> Any:
     """Replaces `apply` of autograd functions: runs forward without autograd, then adds one node with the saved tensors."""
     sized = [x for x in inputs if isinstance(x, ShapeTensor)]
     if not sized:
@@ -263,7 +268,7 @@ def _apply(cls: Any, *inputs: Any) -> Any:
     pattern = [x is not None for x in ctx.saved_tensors]
     ctx.saved_tensors = ()
 
-    def backward(gradients: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
+    def backward(gradients: Tensors, saved: Tensors) -> Gradients:
         rest = iter(saved)
         ctx.saved_tensors = tuple(next(rest) if there else None for there in pattern)
         back = cls.backward(ctx, *gradients)
@@ -293,29 +298,29 @@ class TracedLayout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layout, name)
 
-    def enter(self, flow: Flow, gamma: Any, group: Any) -> Iterator[None]:
+    def enter(self, flow: Flow, gamma: Tensor, group: LinearGroup) -> Iterator[None]:
         return self._at(group.shape.name, self._layout.enter, flow, gamma, group)
 
-    def up(self, arrived: Arrived, group: Any) -> Any:
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         self._tape.place = group.shape.name
         wide = self._layout.up(arrived, group)
         self._tape.place = "attention" if group.shape.name == "qkv" else "product"
         return wide
 
-    def enter_attention(self, flow: Flow, qkv: Sequence[Any], context: Context) -> Iterator[None]:
+    def enter_attention(self, flow: Flow, qkv: Sequence[Tensor], context: Context) -> Iterator[None]:
         return self._at("attention", self._layout.enter_attention, flow, qkv, context)
 
-    def leave_attention(self, flow: Flow, attended: Any, context: Context) -> Iterator[None]:
+    def leave_attention(self, flow: Flow, attended: Tensor, context: Context) -> Iterator[None]:
         return self._at("attention", self._layout.leave_attention, flow, attended, context)
 
-    def down(self, wide: Any, group: Any) -> Any:
+    def down(self, wide: Tensor, group: LinearGroup) -> Tensor:
         self._tape.place = group.shape.name
         return self._layout.down(wide, group)
 
-    def leave(self, flow: Flow, partial: Any, group: Any) -> Iterator[None]:
+    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         return self._at(group.shape.name, self._layout.leave, _ResidualFlow(flow), partial, group)
 
-    def _at(self, place: str, run: Callable[..., Iterable[None]], *arguments: Any) -> Iterator[None]:
+    def _at(self, place: str, run: Callable[..., Iterable[None]], *arguments: object) -> Iterator[None]:
         self._tape.place = place
         for _ in run(*arguments):
             yield
@@ -331,7 +336,7 @@ class _ResidualFlow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._flow, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._flow, name, value)
 
     def add(self, update: Any) -> None:

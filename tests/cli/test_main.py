@@ -121,9 +121,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert expected in err
 
 
-def test_debug_shows_the_traceback() -> None:
-    with pytest.raises(ConfigError):
-        main(["config", "nothing", "--debug"])
+@pytest.mark.parametrize(
+    "words", ["config nothing --debug", "--debug config nothing", "--debug plan calibrate --nproc 0"]
+)
+def test_debug_shows_the_traceback(words: str) -> None:
+    from boost.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="nothing|--nproc"):
+        main(words.split())
 
 
 def test_config_prints_what_train_takes(tmp_path: Path, capsys: Capture) -> None:

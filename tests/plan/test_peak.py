@@ -21,7 +21,7 @@ from boost.plan.collectives import step_collectives
 from boost.plan.memory import BACKWARD, STEP, SUM, _StepMemory, actions, peak
 from boost.plan.optimizer import work_bytes
 from boost.plan.shape_tensor import NoRuleError, leaf, make
-from boost.plan.structure import traced, traced_config
+from boost.plan.structure import held_tensors, traced, traced_config
 from boost.plan.tape import Tape
 from boost.plan.trace import pass_of_block, trace_loss
 from tests import toy
@@ -136,7 +136,10 @@ def test_a_graph_keeps_the_memory_of_the_passes(optim: dict[str, Any]) -> None:
     config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
     usual, captured = peak(config), peak(config.changed(train={"cuda_graphs": "on"}))
     passes = [*(pass_of_block(config, layer) for layer in range(2)), trace_loss(config)]
-    evaluation, update = max(p.input_bytes + p.forward for p in passes), work_bytes(config, stages_of(config, 0))
+    evaluation, update = (
+        max(p.input_bytes + p.forward for p in passes),
+        work_bytes(config, held_tensors(config, stages_of(config, 0))),
+    )
     assert (usual.during == STEP) == bool(optim) and captured.during != STEP
     assert captured.by_category[WORK] > max(evaluation, update)
     assert optim or captured.total == usual.total + evaluation

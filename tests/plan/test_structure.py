@@ -8,7 +8,7 @@ from boost.config.stages import whole
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.optim.factors import _units
-from boost.plan.structure import factor_tensors, stored_tensors
+from boost.plan.structure import held_tensors
 from boost.plan.tracer import Tracer
 from tests.plan.toys import LAYOUTS
 
@@ -32,7 +32,8 @@ def test_stored_tensors_are_those_of_the_modules(layout: str, model: str) -> Non
     stage, tracer = whole(config.model), Tracer(config, gathered=False, on_gpu=False)
     with torch.device("meta"):
         params = list(fused_params(Decoder(config.model, tracer.layout, stage=stage)))
-    planned = [((t.rows, *([] if t.vector else [t.columns])), t.placement) for t in stored_tensors(config, [stage])]
+    held = held_tensors(config, [stage])
+    planned = [((t.rows, *([] if t.vector else [t.columns])), t.placement) for t in held.tensors]
     assert planned == [(tuple(p.parameter.shape), p.placement) for p in params]
     units = [tuple((a.shape, b.shape) for a, b in unit.pairs) for unit in _units(params, tracer.layout.mesh)]  # type: ignore[attr-defined]
-    assert [unit.pairs for unit in factor_tensors(config, [stage])] == units
+    assert [unit.pairs for unit in held.factors] == units
