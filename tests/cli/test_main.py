@@ -125,8 +125,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     "words", ["config nothing --debug", "--debug config nothing", "--debug plan calibrate --nproc 0"]
 )
 def test_debug_shows_the_traceback(words: str) -> None:
-    from boost.errors import ConfigError
-
     with pytest.raises(ConfigError, match="nothing|--nproc"):
         main(words.split())
 
