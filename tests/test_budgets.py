@@ -128,7 +128,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=729, functions=159, files=30)
+STEP = Footprint(calls=726, functions=157, files=30)
 """One step of `boost train` on one process, with its hooks and its look at the lock on the run directory."""
 
 

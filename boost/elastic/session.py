@@ -28,13 +28,9 @@ class ElasticSession(Session):
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins the replica and, unless it is a restart, the first membership. Raises the same errors as `Recovery`."""
         self.config, self.recovery = config, Recovery(config, stopped)
-        self.mesh = self.recovery.mesh
+        self.mesh, self.rejoins = self.recovery.mesh, self.recovery.is_restart
         self.rank = self.recovery.slot
         """Rank in the full run; membership changes do not affect it."""
-
-    @property
-    def rejoins(self) -> bool:  # type: ignore[override]
-        return self.recovery.is_restart
 
     @property
     def is_over(self) -> bool:

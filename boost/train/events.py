@@ -211,6 +211,6 @@ class TrainEnd:
 
 
 class AnyHook(Protocol):
-    """What `HookRunner` knows of a hook (`boost.train.hooks`); everything else is a method for each event."""
+    """What `Trainer` knows of a hook (`boost.train.hooks`), in addition to a method for each event."""
 
     main_only: ClassVar[bool]

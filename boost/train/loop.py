@@ -114,7 +114,8 @@ class Trainer:
         """Metrics of the latest step."""
         self.takes_over = False
         """Whether this process becomes the main process of a run in progress, whose latest step may not have been recorded yet."""
-        self._runner = HookRunner(self.hooks)
+        self._main_only_hook: AnyHook | None = None
+        """The main-only hook that is running, if any."""
         self.requested = StepFlags.NONE
         """What this process requests with the next step's statistics, in addition to a stop."""
         self.signals_to_reduce = False
@@ -257,7 +258,11 @@ class Trainer:
             self._stop_reason, self.requested = None, StepFlags.NONE
             self.stepper.prefetcher.close()
             self.saves.saver.close(LAST_SAVE_S)
-            self._runner.teardown(self)
+            for hook in self.hooks:
+                try:
+                    self._call(hook, "teardown")
+                except Exception:  # the outcome of the run is already decided
+                    log.exception("teardown of %s failed", type(hook).__name__)
 
     def _train(self, peak: float) -> StepFlags:
         """Runs steps until the end or until any process requests a stop. Returns the flags that stopped the run, if any."""
@@ -366,7 +371,7 @@ class Trainer:
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
         """Evaluates the held-out split, or about `max_tokens` of it. Returns None if a signal stops the evaluation. Collective."""
-        self._runner.require_all_processes("evaluate", self.mesh.size)
+        self._require_all_processes("evaluate")
         self.signals_to_reduce = True
         result = self.judge.evaluate(max_tokens, self._signal_now)
         if result is None:
@@ -416,7 +421,7 @@ class Trainer:
 
     def _may_save(self, last: bool = False) -> bool:
         """Waits for the save in flight. Returns whether a new one may start, that is, whether no hook on any process refuses it."""
-        self._runner.require_all_processes("save", self.mesh.size)
+        self._require_all_processes("save")
         self.signals_to_reduce = True
         in_flight, begin = self.saves.saver.in_flight, time.perf_counter()
         self.finish_save()
@@ -454,7 +459,7 @@ class Trainer:
 
         Raises TrainingError on every process; the error names the processes that differ or have a non-finite weight.
         """
-        self._runner.require_all_processes("check_replicas", self.mesh.size)
+        self._require_all_processes("check_replicas")
         report = self.judge.compare_replicas(self.position, again)
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
@@ -498,11 +503,32 @@ class Trainer:
 
     def notify(self, event: str, *arguments: object) -> list[object]:
         """Calls the method `event` of every hook on this process. Returns their results."""
-        return self._runner.call(event, self, *arguments)
+        return [
+            self._call(hook, event, *arguments) for hook in list(self.hooks)
+        ]  # a copy, because `add_hooks` may add to it
+
+    def _call(self, hook: AnyHook, event: str, *arguments: object) -> object:
+        outer = self._main_only_hook
+        self._main_only_hook = hook if hook.main_only else outer
+        try:
+            return getattr(hook, event)(self, *arguments)
+        finally:
+            self._main_only_hook = outer
 
     def add_hooks(self, hooks: Sequence[AnyHook]) -> None:
         """Sets up hooks for a run in progress and adds them before all others."""
-        self._runner.add(self, hooks, TrainStart(self.position.step, self.config.train.steps))
+        for hook in hooks:
+            self._call(hook, "setup")
+            self._call(hook, "on_train_start", TrainStart(self.position.step, self.config.train.steps))
+        self.hooks[:0] = hooks
+
+    def _require_all_processes(self, method: str) -> None:
+        """Raises RuntimeError in a main-only hook, because a collective method would wait forever for the other processes."""
+        if self._main_only_hook is not None and self.mesh.size > 1:
+            raise RuntimeError(
+                f"{type(self._main_only_hook).__name__} runs on the main process only, but Trainer.{method} needs all processes; "
+                "set main_only = False, or call request_save() for a checkpoint"
+            )
 
 
 def step_metrics(trainer: Trainer, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
@@ -521,47 +547,3 @@ def step_metrics(trainer: Trainer, stats: StepStats, lr: float, seconds: float, 
         seconds=seconds,
         cross_entropy=stats.cross_entropy,
     )
-
-
-class HookRunner:
-    """Calls one process's hooks in order and tracks whether a main-only hook is running."""
-
-    def __init__(self, hooks: list[AnyHook]) -> None:
-        self._hooks = hooks
-        self._main_only_hook: AnyHook | None = None
-
-    def call(self, event: str, *arguments: object) -> list[object]:
-        """Calls the method `event` of every hook. Returns their results."""
-        # A copy: `add` may add hooks during the loop.
-        return [self._call_one(hook, event, *arguments) for hook in list(self._hooks)]
-
-    def add(self, trainer: object, hooks: Sequence[AnyHook], start: TrainStart) -> None:
-        """Sets up hooks for a run in progress and adds them before all others."""
-        for hook in hooks:
-            self._call_one(hook, "setup", trainer)
-            self._call_one(hook, "on_train_start", trainer, start)
-        self._hooks[:0] = hooks
-
-    def teardown(self, trainer: object) -> None:
-        """Tears down every hook, even if one fails. Errors are only logged, because the outcome of the run is already decided."""
-        for hook in self._hooks:
-            try:
-                self._call_one(hook, "teardown", trainer)
-            except Exception:
-                log.exception("teardown of %s failed", type(hook).__name__)
-
-    def require_all_processes(self, method: str, world_size: int) -> None:
-        """Raises RuntimeError in a main-only hook, because a collective method would wait forever for the other processes."""
-        if self._main_only_hook is not None and world_size > 1:
-            raise RuntimeError(
-                f"{type(self._main_only_hook).__name__} runs on the main process only, but Trainer.{method} needs all processes; "
-                "set main_only = False, or call request_save() for a checkpoint"
-            )
-
-    def _call_one(self, hook: AnyHook, event: str, *arguments: object) -> object:
-        outer = self._main_only_hook
-        self._main_only_hook = hook if hook.main_only else outer
-        try:
-            return getattr(hook, event)(*arguments)
-        finally:
-            self._main_only_hook = outer
