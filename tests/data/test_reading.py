@@ -220,10 +220,8 @@ def test_a_kill_at_any_file_event_costs_at_most_a_batch(c4: Path, monkeypatch: p
 
 
 @pytest.fixture
-def web_hub(c4: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def web_hub(c4: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, datasets: Any) -> Any:
     """The real streaming of `datasets` from a web server on loopback, where the name would be looked up on the hub."""
-    import datasets
-
     breaks = Breaks("train.00001", "train.00002")
     real = datasets.load_dataset
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
