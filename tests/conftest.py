@@ -82,6 +82,14 @@ def transformers() -> Any:
     return pytest.importorskip("transformers")
 
 
+@pytest.fixture(scope="session")
+def datasets() -> Any:
+    """The package, without progress bars."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    return datasets
+
+
 @pytest.fixture(params=["fifo", "device", "folder"])
 def endless(request: pytest.FixtureRequest) -> Callable[[Path], None]:
     """Replaces a file by something that may block forever when it is opened or read."""

@@ -151,7 +151,7 @@ def explain(config: Config, args: argparse.Namespace, hardware: Hardware) -> int
     if args.json:
         print(json.dumps({"schema": SCHEMA, "argv": asked_words(args), **as_json(plan, hardware)}, indent=2))
     else:
-        print_plan(console(), plan, args, hardware)
+        print_plan(console(), plan, hardware)
         print_explanation(plan, hardware)
     return 0
 
@@ -306,7 +306,7 @@ def print_report(report: PlanReport) -> None:
         print_fact(out, key, value)
     effort = f"{report.search.considered:,} configurations searched in {report.seconds:.1f} s"
     out.print(Text(f"\nfastest configuration that fits ({effort})", style="bold"))
-    print_plan(out, report.best, args, report.request.hardware)
+    print_plan(out, report.best, report.request.hardware)
     if "train.steps" in asked_keys(args):
         seconds = train.steps * report.best.time.seconds
         hours = seconds * report.best.time.devices / 3600
@@ -348,7 +348,7 @@ def model_words(config: Config, name: str) -> str:
     )
 
 
-def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: Hardware) -> None:
+def print_plan(out: "Console", plan: Plan, hardware: Hardware) -> None:
     """Prints the choices and predictions for one configuration."""
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""

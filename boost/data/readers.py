@@ -12,7 +12,6 @@ import importlib
 import io
 import json
 import lzma
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,17 +36,13 @@ PART_CHARS = 1_000_000
 MAX_RECORD_BYTES = 1 << 26
 """Limit for a JSON line, which is parsed as a whole. Longer lines are skipped."""
 MAX_JSON_BYTES = 1 << 30
-"""Limit for a JSON array, and for `CSV_ROWS` rows of CSV, which are also parsed as a whole. Longer rows end their file."""
-CSV_ROWS = 128
-"""Number of CSV rows to parse at a time."""
+"""Limit for a JSON array, which is also parsed as a whole."""
 CHUNK = 1 << 20
 """Bytes to read at a time."""
 
 NOT_UTF8 = "not UTF-8 text"
 SURROGATE = "not valid Unicode (half of a surrogate pair)"
 CRLF = "with CRLF line breaks, normalized to LF"
-_UNDECODED = re.compile(r"[\udc80-\udcff]")
-"""Bytes that were not UTF-8, decoded with `surrogateescape`."""
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 

@@ -9,6 +9,7 @@ import pytest
 from boost.train.metrics import MetricsHook
 from boost.train.resume import resume_candidates
 from tests.cli.commands import Capture, done, refused, say
+from tests.data.inputs import flip
 from tests.train.runs import fitted, make_config, make_trainer
 
 
@@ -26,14 +27,6 @@ def trained(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     four = str(trainer.run.checkpoints / "step-00000004")
     make_trainer(config).start(resume_candidates(four, trainer.run))
     return trainer.run.path
-
-
-def flip(path: Path) -> str:
-    (file,) = (path / "tensors").iterdir()
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    return file.name
 
 
 def test_list(run: Path, capsys: Capture) -> None:
@@ -61,9 +54,10 @@ def test_verify_names_each_file_that_is_damaged(run: Path, capsys: Capture) -> N
     (run / "checkpoints/step-00000004/.DS_Store").touch()
     code, out, err = say(capsys, "checkpoint", "verify", run)
     assert code == 0 and out.count("intact") == 3, "a file that no manifest lists is no damage"
-    name = flip(run / "checkpoints/step-00000002")
+    (shard,) = (run / "checkpoints/step-00000002/tensors").iterdir()
+    flip(shard)
     code, out, err = say(capsys, "checkpoint", "verify", run)
-    assert code == 1 and f"step-00000002' is damaged: tensors/{name} has changed" in err
+    assert code == 1 and f"step-00000002' is damaged: tensors/{shard.name} has changed" in err
     assert out.count("intact") == 2, "the others are verified too"
     code, out, _ = say(capsys, "checkpoint", "verify", run / "checkpoints/step-00000004", "--json")
     assert code == 0 and [row["intact"] for row in json.loads(out)] == [True]

@@ -41,6 +41,13 @@ def write_texts(folder, texts):
     return folder
 
 
+def flip(file, bit=-8):
+    """Inverts one bit of a file, by default one of its last byte."""
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
 def compressed(path, data):
     """Writes data with the compression of the path's suffix."""
     import pyarrow

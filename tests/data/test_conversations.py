@@ -118,11 +118,8 @@ def test_every_field_of_a_record_is_used_or_named() -> None:
 RECORDS = [{"messages": [said("user", f"question {i}"), said("assistant", f"answer {i}")]} for i in range(5)]
 
 
-def test_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
+def test_the_same_from_every_kind_of_file(tmp_path: Path, datasets: Any) -> None:
     lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
-    import datasets
-
-    datasets.disable_progress_bars()
     names = ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "wrapped.json", "a.csv", "a.arrow", "saved")
     files = [tmp_path / name for name in names]
     files[0].write_text("\ufeff" + lines, encoding="utf-8")

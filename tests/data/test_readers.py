@@ -533,11 +533,8 @@ def test_damaged_arrow_files(name, tmp_path):
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(tmp_path, datasets):
     """A dataset saved by `datasets` with its splits: train in three shards, and test."""
-    import datasets
-
-    datasets.disable_progress_bars()
     train = datasets.Dataset.from_dict({"story": [f"story {i}" for i in range(30)], "n": range(30)})
     test = datasets.Dataset.from_dict({"story": ["of the test"], "n": [0]})
     folder = tmp_path / "saved"
@@ -563,9 +560,7 @@ def test_a_relative_path_to_a_saved_dataset(saved, monkeypatch):
         assert len(read(FilesSource(path))[0]) == rows
 
 
-def test_a_saved_dataset_without_a_train_split_asks(tmp_path, saved):
-    import datasets
-
+def test_a_saved_dataset_without_a_train_split_asks(tmp_path, saved, datasets):
     splits = datasets.load_from_disk(str(saved))
     datasets.DatasetDict(validation=splits["train"], test=splits["test"]).save_to_disk(str(tmp_path / "other"))
     with pytest.raises(DataError, match="has no train split; .*: test, validation"):
@@ -575,10 +570,8 @@ def test_a_saved_dataset_without_a_train_split_asks(tmp_path, saved):
         FilesSource(saved)
 
 
-def test_saved_datasets_in_a_folder_of_other_files(saved, tmp_path):
+def test_saved_datasets_in_a_folder_of_other_files(saved, tmp_path, datasets):
     """The train split of each is read. Splits among the other files are those of their names."""
-    import datasets
-
     (tmp_path / "corpus").mkdir()
     folder = saved.rename(tmp_path / "corpus" / "saved")
     rows = datasets.Dataset.from_dict({"story": ["of one split"]})
@@ -601,9 +594,7 @@ def test_saved_datasets_in_a_folder_of_other_files(saved, tmp_path):
     assert reason.startswith(f"{folder}: not a dataset that 'datasets' can load")
 
 
-def test_datasets_saved_under_the_names_of_splits(tmp_path):
-    import datasets
-
+def test_datasets_saved_under_the_names_of_splits(tmp_path, datasets):
     for name in ("train", "test"):
         datasets.Dataset.from_dict({"text": [f"of {name}"]}).save_to_disk(str(tmp_path / name))
     found, report = read(FilesSource(tmp_path))
@@ -611,9 +602,7 @@ def test_datasets_saved_under_the_names_of_splits(tmp_path):
     assert dict(list(skips(report)))["test/data-00000-of-00001.arrow"] == "in the split 'test', not in train"
 
 
-def test_caches_and_older_shards_of_a_saved_dataset_are_not_its_rows(tmp_path):
-    import datasets
-
+def test_caches_and_older_shards_of_a_saved_dataset_are_not_its_rows(tmp_path, datasets):
     for shards in (4, 2):
         rows = datasets.Dataset.from_dict({"text": [f"row {i} of {shards}" for i in range(8)], "n": range(8)})
         rows.save_to_disk(str(tmp_path), num_shards=shards)

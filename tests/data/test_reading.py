@@ -14,6 +14,7 @@ from boost.data.store import TokenStore
 from boost.data.verify import verify
 from boost.data.writer import RESUME_FILE, sibling
 from boost.errors import DataError, StorageError
+from tests.data.inputs import flip
 from tests.data.kills import killed_at
 from tests.data.web import Breaks, c4_texts, serve, write_c4
 
@@ -177,9 +178,7 @@ def test_damage_to_a_partial_store_is_noticed(c4: Path) -> None:
     with pytest.raises(Stop):
         prepare.prepare(options(c4), StopAt(60))
     file = sibling(options(c4).out, "tmp") / "train.tokens"
-    data = bytearray(file.read_bytes())
-    data[10] ^= 1
-    file.write_bytes(data)
+    flip(file, 10 * 8)
     with pytest.raises(DataError, match=r"train\.tokens: the file was damaged after writing"):
         prepare.prepare(options(c4))
     assert prepare.prepare(options(c4)).store
@@ -220,10 +219,8 @@ def test_a_kill_at_any_file_event_costs_at_most_a_batch(c4: Path, monkeypatch: p
 
 
 @pytest.fixture
-def web_hub(c4: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def web_hub(c4: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, datasets: Any) -> Any:
     """The real streaming of `datasets` from a web server on loopback, where the name would be looked up on the hub."""
-    import datasets
-
     breaks = Breaks("train.00001", "train.00002")
     real = datasets.load_dataset
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)

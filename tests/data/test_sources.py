@@ -215,10 +215,8 @@ def test_stdlib_is_its_python_files(tmp_path):
 
 
 @pytest.fixture
-def local_hub(tmp_path, monkeypatch):
+def local_hub(tmp_path, monkeypatch, datasets):
     """Streams local JSON lines with the real `datasets`, in place of a dataset on the Hub."""
-    import datasets
-
     calls = []
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"body": f"text {i}" if i != 3 else None}) + "\n" for i in range(9)))
@@ -272,10 +270,8 @@ def test_a_stream_continues_any_number_of_times(mark_rows, local_hub, monkeypatc
     assert entries[0]["documents"] == 8
 
 
-def test_a_stream_that_continues_elsewhere_is_an_error(local_hub, monkeypatch):
+def test_a_stream_that_continues_elsewhere_is_an_error(local_hub, monkeypatch, datasets):
     """As with datasets 5.0.0, which forgets the position at the second resume."""
-    import datasets
-
     monkeypatch.setattr(hub, "MARK_ROWS", 2)
     source = hub.HubSource("someone/rows", "train", "body")
     documents = source.documents(PrepareReport())

@@ -22,7 +22,7 @@ from boost.data.prepare import PrepareOptions, prepare
 from boost.data.store import TokenStore
 from boost.errors import DataError, StoppedError, UnreadableDataError
 from boost.train.signals import StopRequest, until_stopped
-from tests.data.inputs import write_texts
+from tests.data.inputs import flip, write_texts
 
 FILES = (
     "store.json", "report.json", "tokenizer.json", "train.tokens", "train.documents", "heldout.tokens", "heldout.documents",
@@ -49,12 +49,6 @@ def store(made: Path, tmp_path: Path) -> TokenStore:
 
 def open_and_verify(path: Path) -> None:
     verify.verify_once(TokenStore.open(path))
-
-
-def flip(file: Path, bit: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize("file", FILES)
