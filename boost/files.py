@@ -9,12 +9,8 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from boost.errors import ConfigError, StorageError
-
-JsonObject = dict[str, Any]
-"""A JSON object, whose values are checked where they are read."""
 
 
 def temporary_sibling(final: Path) -> Path:

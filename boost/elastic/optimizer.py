@@ -25,11 +25,11 @@ from boost.config.optimizers import OptimConfig
 from boost.config.traffic import bucket_lengths
 from boost.elastic.mesh import ElasticMesh
 from boost.errors import TrainingError
-from boost.files import JsonObject
 from boost.models.fused import FusedParam
 from boost.optim import adamw
 from boost.optim.adamw import MOMENTS, Optimizer, Part, decays, fresh_state, fused_adamw, zeros
 from boost.parallel.mesh import share
+from boost.text import JsonObject
 from boost.train.replicas import digest
 
 

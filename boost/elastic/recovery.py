@@ -32,8 +32,8 @@ from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, 
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.elastic.optimizer import transfer_of
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
-from boost.files import JsonObject
 from boost.parallel.mesh import T, share
+from boost.text import JsonObject
 from boost.train.agreement import PeersLostError, difference
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import Position, SavedCheckpoint

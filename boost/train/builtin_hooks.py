@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from boost.config.schema import Config, TrainConfig
 from boost.errors import NonFiniteError, StorageError, TrainingError
-from boost.files import JsonObject
+from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.agreement import run_on_main
 from boost.train.best_effort import best_effort

@@ -19,8 +19,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from boost.data.tokenizer import PlainText
 from boost.errors import ConfigError, DataError
-from boost.files import JsonObject
 from boost.models.decoder import Decoder
+from boost.text import JsonObject
 from boost.train.generate import generate
 from boost.train.progress import progress
 from boost.train.sampling import Sampling

@@ -23,7 +23,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Literal
 
-from boost.files import JsonObject
+from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.events import Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics, TrainStart
 from boost.train.hooks import Hook

@@ -51,7 +51,7 @@ TrainingError on the others) before anything is written. An error in `teardown` 
 
 from typing import TYPE_CHECKING, ClassVar
 
-from boost.files import JsonObject
+from boost.text import JsonObject
 from boost.train.events import (
     BadStep,
     EvaluationEnd,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from boost.data.mixture import AnySplit
 from boost.errors import TrainingError
-from boost.files import JsonObject
+from boost.text import JsonObject
 from boost.train.agreement import run_on_main
 from boost.train.checkpoint import Position
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate

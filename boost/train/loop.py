@@ -24,11 +24,11 @@ from boost.errors import (
     StorageError,
     TrainingError,
 )
-from boost.files import JsonObject
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
 from boost.parallel.weights import forget_gathered
+from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.agreement import require_same, run_on_all
 from boost.train.checkpoint import Checkpoint, CheckpointSaver, Position, SavedCheckpoint

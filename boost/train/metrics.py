@@ -26,8 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
-from boost.files import JsonObject, remove_leftovers, temporary_sibling
+from boost.files import remove_leftovers, temporary_sibling
 from boost.paths import require_regular
+from boost.text import JsonObject
 from boost.train.best_effort import best_effort
 from boost.train.events import EvalMetrics, EvaluationEnd, Rollback, RunEvent, SampleEnd, StepEnd, StepMetrics, TrainEnd
 from boost.train.hooks import Hook

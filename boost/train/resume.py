@@ -6,8 +6,8 @@ from boost.config import Config
 from boost.data.mixture import Corpus
 from boost.data.store import TokenStore
 from boost.errors import CheckpointError, ConfigError, StorageError
-from boost.files import JsonObject
 from boost.optim.schedule import learning_rate
+from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint
 from boost.train.rundir import RunDirectory, flat_config

@@ -20,8 +20,8 @@ import uuid
 from pathlib import Path
 
 from boost.errors import ConfigError, LostRunError, StorageError
-from boost.files import JsonObject
 from boost.paths import read_text
+from boost.text import JsonObject
 from boost.train.rundir import storage_errors
 
 log = logging.getLogger("boost")

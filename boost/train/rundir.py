@@ -27,9 +27,10 @@ from typing import Protocol
 
 from boost.config import Config, to_toml
 from boost.errors import CheckpointError, ConfigError, StorageError
-from boost.files import JsonObject, replace_text
+from boost.files import replace_text
 from boost.machine import available_cores, cpu_model
 from boost.paths import file_name, read_text
+from boost.text import JsonObject
 from boost.version import __version__
 
 BEST = "@best"

@@ -35,9 +35,9 @@ from boost.config.architecture import parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, RemovedCheckpointError
-from boost.files import JsonObject
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
+from boost.text import JsonObject
 from boost.train.agreement import root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
     MANIFEST_FILE,

@@ -36,10 +36,9 @@ from pydantic import (
 from boost.config.architecture import parameters
 from boost.config.schema import ModelConfig
 from boost.errors import DamagedCheckpointError
-from boost.files import JsonObject
 from boost.parallel.mesh import Mesh, T
 from boost.paths import file_name, read_text
-from boost.text import brief_text
+from boost.text import JsonObject, brief_text
 from boost.train.agreement import run_on_all
 from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, FileEntry, entry_of
 from boost.version import __version__

@@ -35,9 +35,9 @@ from xxhash import xxh3_128
 
 from boost.config import Config
 from boost.errors import BoostError, NonFiniteError, StorageError, TrainingError
-from boost.files import JsonObject
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
+from boost.text import JsonObject
 from boost.train.agreement import PeersLostError, ProcessFailure, root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
     CHUNK_BYTES,
