@@ -144,9 +144,7 @@ def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     config = optimizer_config("loro", {"tp": 1})
     save(tmp_path, config)
     other = config.model_copy(update={"optim": OptimConfig.model_validate({})})
-    with pytest.raises(
-        CheckpointError, match=r"for optim.name = 'loro', which 'adamw' cannot use; resume with"
-    ) as error:
+    with pytest.raises(CheckpointError, match=r"optim.name = 'loro', which 'adamw' cannot use") as error:
         load(tmp_path, other)
     assert "\n" not in str(error.value)
 

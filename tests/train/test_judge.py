@@ -52,7 +52,7 @@ def test_rollbacks_of_one_problem_are_limited() -> None:
 
 
 def test_without_a_proven_checkpoint_there_is_no_rollback() -> None:
-    with pytest.raises(TrainingError, match="a spike; train.on_spike = 'rollback', but there is no proven checkpoint"):
+    with pytest.raises(TrainingError, match="train.on_spike = 'rollback', but there is no proven"):
         rolled_back(judge_of(), 9)
 
 

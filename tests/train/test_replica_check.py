@@ -42,10 +42,7 @@ def config_of(store: Path, run: Path, dp: int, **train: Any) -> Any:
 def test_one_flipped_bit_is_found_within_the_interval_and_its_process_named(store: Path, tmp_path: Path) -> None:
     for error, step, saved in run_distributed(3, run_with_flip, config_of(store, tmp_path, 3, save_every=3), 7, 1):
         assert error is not None and step == 8 and saved == ["step-00000003", "step-00000006"]
-        assert (
-            "at step 8, process 1 (host " in error
-            and "has weights or moments that differ from those of 2 replicas that agree" in error
-        )
+        assert "at step 8, process 1 (host " in error and "differ from those of 2 replicas that agree" in error
         assert f"resume from '{tmp_path / 'checkpoints' / 'step-00000006'}' with --resume auto" in error
 
 
@@ -94,5 +91,5 @@ def test_a_weight_that_no_gradient_touches_is_watched_too(store: Path, tmp_path:
         trainer.fused_params[0].tensor.data[-1, 0] = float("nan")
 
     config = make_config(store, tmp_path, model={"vocab_size": 512}, train={"check_replicas_every": 4})
-    with pytest.raises(TrainingError, match=r"at step 4, weight 'embed' of process 0 \(host .*\) is not finite"):
+    with pytest.raises(TrainingError, match=r"weight 'embed' of process 0 \(host .*\) is not finite"):
         fitted(config, Do("after_step", 2, poison))
