@@ -67,7 +67,8 @@ def lose(folder: Path, store: Path, background: bool) -> tuple[str, int]:
         trainer.run.lock.path.unlink()
         RunLock(folder)._create()
 
-    trainer = make_trainer(config, MetricsHook(), Do("after_step", 3, take, rank=0))
+    saved = Do("after_step", 3, Trainer.finish_save)  # however long the first save takes
+    trainer = make_trainer(config, MetricsHook(), saved, Do("after_step", 3, take, rank=0))
     if trainer.mesh.is_main:
         folder.mkdir()
         trainer.run.lock = RunLock(folder).__enter__()
