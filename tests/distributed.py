@@ -123,6 +123,9 @@ class _Pool:
         shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
+GROUP_TIMEOUT_S = 1800
+
+
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     end_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -155,6 +158,7 @@ def _leave_groups() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from boost.parallel.collectives import last_exchanges
+    from boost.parallel.mesh import set_timeout
     from tests import toy
 
     toy.mesh.cache_clear()
@@ -162,6 +166,7 @@ def _leave_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    set_timeout(GROUP_TIMEOUT_S)  # a test may have set seconds, which later tests on a busy machine exceed
     last_exchanges.clear()
     gc.collect()
     gc.freeze()  # the live objects are modules and caches, which take a tenth of a second to scan after each call
