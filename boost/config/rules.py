@@ -30,7 +30,8 @@ def check(config: Config) -> None:
     )
     for problem in problems:
         raise ConfigError(problem)
-    _SOUND_MODELS.add(config.model)
+    if not sound:  # adding a model again would compare it with itself, field by field
+        _SOUND_MODELS.add(config.model)
 
 
 MAX_PARAMETERS = 10**13

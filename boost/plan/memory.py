@@ -193,14 +193,10 @@ class _Storage:
     """Storage on one process that does not depend on micro-batches or recomputation."""
 
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
-        self.held, parallel, self.size = (
-            held_tensors(config, stages),
-            config.parallel,
-            ITEMSIZE[config.train.param_dtype],
-        )
+        self.held, self.size = held_tensors(config, stages), ITEMSIZE[config.train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.held.by_stage.values()]
         """Bytes of all gradients, per stage."""
-        weights = self.size * sum(tensor.shard(parallel) for tensor in self.held.tensors)
+        weights = self.size * self.held.shards(config.parallel)
         sums = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
         self.states = {WEIGHTS: weights, GRADIENTS: sums * weights, OPTIMIZER: state_bytes(config, self.held)}
         """Bytes between steps by category, in this process's shards."""

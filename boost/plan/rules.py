@@ -5,7 +5,6 @@ counts elements read and written per output element, excluding broadcast operand
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -263,8 +262,7 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
         return make(parts[0], shape, "cat", 2.0, inputs=parts, kernel=kernel, dtype=_promoted(parts))
 
     def backward(g: Tensors, _: Tensors) -> Gradients:
-        starts = itertools.accumulate(sizes[:-1], initial=0)
-        return [g[0].narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+        return g[0].split(sizes, dim)
 
     return record(made, list(parts), backward)
 

@@ -127,7 +127,8 @@ class Search:
         self.usable = int(self.request.hardware.usable_bytes * (1 - self.request.margin))
         self._limits: dict[ParallelConfig, tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values in [parallel]."""
-        self._tp_legal: dict[tuple[ParallelConfig, int], bool] = {}
+        self._tp_legal: dict[ParallelConfig, dict[int, bool]] = {}
+        """Whether a TP group is legal, by traced values in [parallel] and micro-batch."""
         self._policies_of: dict[str, list[tuple[RecomputeName, int]]] = {}
         self._smallest_structure: dict[tuple[object, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
@@ -250,26 +251,27 @@ class Search:
         choices = self._policies(parallel)
         # The number of recomputed blocks does not affect whether a candidate is legal.
         one_each = [next(alike) for _, alike in itertools.groupby(choices, operator.itemgetter(0))]
+        tp_legal = self._tp_legal.setdefault(structure, {})
         known = False
         for micro_batch in micro_batches(request, parallel.dp):
             if not rules.schedules(parallel, request.base.train.global_batch // (parallel.dp * micro_batch)):
                 continue
             # Whether a TP group is legal does not depend on the rest of the mesh.
-            key = structure, micro_batch
-            if key not in self._tp_legal:
-                self._tp_legal[key] = legal(self._one_tp_group(parallel, micro_batch))
-            if not self._tp_legal[key]:
+            if micro_batch not in tp_legal:
+                tp_legal[micro_batch] = legal(self._one_tp_group(parallel, micro_batch))
+            if not tp_legal[micro_batch]:
                 continue
             if known and not self._may_fit(parallel, micro_batch):
                 return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
             variants = (request.variant(parallel, micro_batch, *policy) for policy in one_each)
             if (config := next(filter(legal, variants), None)) is None:
                 continue
+            if not known:
+                best = self._smallest_structure.get(mesh, parallel)
+                self._smallest_structure[mesh] = min(best, parallel, key=_schedule_rank)
             known = True
             self.considered += len(choices)
-            best = self._smallest_structure.get(mesh, parallel)
-            self._smallest_structure[mesh] = min(best, parallel, key=_schedule_rank)
-            without = request.variant(parallel, micro_batch)
+            without = config if config.train.recompute == "none" else request.variant(parallel, micro_batch)
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
 
     def _policies(self, parallel: ParallelConfig) -> list[tuple[RecomputeName, int]]:

@@ -180,7 +180,8 @@ class ShapeTensor:
         if length == self.shape[dim]:
             return self
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-
+        if not records(self):
+            return self.as_view(shape, self.strides)
         whole = self.without_storage()
 
         def backward(gradients: Tensors, _: Tensors) -> Gradients:

@@ -119,6 +119,16 @@ class HeldTensors:
         return Counter(tensor._replace(unit=None) for tensors in ordered for tensor in tensors)
 
     @functools.cached_property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for processes that store equal tensors of one model under one layout."""
+        alike = (Counter(architecture.first_alike(self.model, n) for n in stage.numbers) for stage in self.stages)
+        return tuple((*each.items(), s.has_embedding, s.has_head) for each, s in zip(alike, self.stages, strict=True))
+
+    def shards(self, parallel: ParallelConfig) -> int:
+        """Number of elements in the first shards of all tensors."""
+        return sum(count * tensor.shard(parallel) for tensor, count in self.counts.items())
+
+    @functools.cached_property
     def factors(self) -> list[FactorTensors]:
         """The factors, by unit."""
         kinds = (architecture.first_alike(self.model, layer) for stage in self.stages for layer in stage.numbers)
