@@ -32,7 +32,7 @@ from boost.plan.candidates import (
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.memory import PeakMemory, peak
 from boost.plan.step_time import StepTime
-from boost.plan.structure import traced
+from boost.plan.structure import altered, traced
 from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block, trace_loss
 
@@ -327,7 +327,7 @@ class Search:
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
         """Lower bound on the bytes that some rank needs in addition to training state: for the loss, or for one block."""
         if parallel.overlap != "none" and micro_batch > 1:  # two halves use at least as much memory as one half
-            parallel, micro_batch = parallel.model_copy(update={"overlap": "none"}), micro_batch // 2
+            parallel, micro_batch = altered(parallel, overlap="none"), micro_batch // 2
         config, on_gpu = self._one_tp_group(parallel, micro_batch), self.predictor.on_gpu
         loss = trace_loss(config, on_gpu)
         loss_bytes = loss.input_bytes + loss.forward

@@ -23,13 +23,28 @@ MAX_CACHED = 20_000
 """Limit of every cache that is keyed by sections of the configuration."""
 
 
+def altered(section: _Section, **values: object) -> _Section:
+    """A copy with other values of fields, none of which selects the class. A search makes tens of thousands, and pydantic's
+    `model_copy` takes ten times as long."""
+    made = object.__new__(type(section))
+    object.__setattr__(made, "__dict__", section.__dict__ | values)
+    object.__setattr__(made, "__pydantic_fields_set__", section.__pydantic_fields_set__ | values.keys())
+    object.__setattr__(made, "__pydantic_extra__", None)
+    object.__setattr__(made, "__pydantic_private__", None)
+    return made
+
+
 @functools.lru_cache(MAX_CACHED)
 def traced(section: _Section) -> _Section:
     """The section with its UNTRACED fields reset to their defaults. Equal results are one object, so that caches find it fast."""
-    usual = type(section)()
-    untraced = [name for name, info in type(section).model_fields.items() if UNTRACED in info.metadata]
-    reset = section.model_copy(update={name: getattr(usual, name) for name in untraced})
-    return _interned(reset)
+    return _interned(altered(section, **_usual(type(section))))
+
+
+@functools.cache
+def _usual(kind: type[Section]) -> dict[str, object]:
+    """The defaults of UNTRACED fields."""
+    usual = kind()
+    return {name: getattr(usual, name) for name, info in kind.model_fields.items() if UNTRACED in info.metadata}
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -39,7 +54,7 @@ def _interned(section: _Section) -> _Section:
 
 def traced_config(config: Config) -> Config:
     """Resets UNTRACED fields to their defaults."""
-    return config.model_copy(update={"parallel": traced(config.parallel), "train": traced(config.train)})
+    return altered(config, parallel=traced(config.parallel), train=traced(config.train))
 
 
 class StoredTensor(NamedTuple):
@@ -147,7 +162,7 @@ _held = functools.lru_cache(MAX_CACHED)(HeldTensors)
 def _storage(parallel: ParallelConfig) -> ParallelConfig:
     """Reduced to what decides which tensors there are and over which axes they are sharded and summed, whatever the axes' sizes."""
     sharding = {"shard": "full", "dp": 2, "shard_outer": parallel.shard_outer} if parallel.sharded else {}
-    return _interned(traced(parallel).model_copy(update={"cp": 1, "overlap": "none", **sharding}))
+    return _interned(altered(traced(parallel), cp=1, overlap="none", **sharding))
 
 
 @functools.lru_cache(MAX_CACHED)

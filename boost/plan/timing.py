@@ -25,7 +25,7 @@ from boost.plan.hardware import Hardware, Speeds, collective_seconds, span
 from boost.plan.optimizer import iterations, optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step_time import PassTime, Seconds, StepTime
-from boost.plan.structure import MAX_CACHED, HeldTensors, held_tensors, traced
+from boost.plan.structure import MAX_CACHED, HeldTensors, altered, held_tensors, traced
 from boost.plan.tape import Operation, work_of
 from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
@@ -60,8 +60,7 @@ def as_stored(config: Config) -> Config:
     the receive buffer and their gradients into the send buffer. These copies move about as many bytes as casts at each use, which
     are counted instead.
     """
-    whole = _without(config.parallel, "shard")
-    return config.model_copy(update={"parallel": whole}) if config.parallel.sharded else config
+    return altered(config, parallel=_without(config.parallel, "shard")) if config.parallel.sharded else config
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -79,7 +78,7 @@ def step_work(config: Config, stages: Sequence[Stage], micro_batches: int | None
     """
     parallel, train = config.parallel, config.train
     total: Counted = Counter()
-    dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
+    dtype, of_step = train.param_dtype, _work_of_step
     accumulated = micro_batches or train.global_batch // (parallel.dp * train.micro_batch)
     # Gradients are copied into a bucket for an all-reduce; if the bucket has another dtype, they are also copied out of it.
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
@@ -105,6 +104,9 @@ def step_work(config: Config, stages: Sequence[Stage], micro_batches: int | None
     if isinstance(config.optim, MuonConfig):
         total.update(_newton_schulz(config, stages))
     return +total
+
+
+_work_of_step = functools.lru_cache(MAX_CACHED)(functools.partial(Work.of, phase="step"))
 
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
@@ -151,10 +153,10 @@ class Predictor:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.on_gpu = hardware.is_gpu
-        self._micro_batches: dict[tuple[object, ...], _Cache] = {}
+        self._micro_batches: dict[tuple[object, ...], dict[TrainConfig, _Cache]] = {}
         """Results for one micro-batch, shared by configurations with equal model, TP, layout and micro-batch."""
-        self._shared: dict[tuple[object, ...], _Cache] = {}
-        """The same results, by sections of the configuration."""
+        self._shared: dict[tuple[int, int], tuple[dict[TrainConfig, _Cache], object]] = {}
+        """The same results by the identities of [model] and [parallel], which are kept alive."""
         self._steps: _Cache = {}
         """Results for the work that is done once per step."""
         self._seconds: dict[Speeds, dict[Operation, float]] = defaultdict(dict)
@@ -198,7 +200,7 @@ class Predictor:
 
     def _straggling(self, parallel: ParallelConfig) -> float:
         """Time spent waiting for the slowest node, as a fraction of the rest of the step: proportional to log2(nodes)."""
-        nodes = -(-parallel.world_size // self.hardware.per_node)
+        nodes = -(-_processes(parallel) // self.hardware.per_node)
         return self.hardware.straggling * math.log2(nodes)
 
     def passes(self, config: Config) -> Sequence[PassTime]:
@@ -236,7 +238,7 @@ class Predictor:
 
             def of_all() -> tuple[PassTime, int]:
                 """A pass of the whole model without overlap, and the operations that two halves launch."""
-                stage, other = whole(model), config.model_copy(update={"parallel": unsplit})
+                stage, other = whole(model), altered(config, parallel=unsplit)
                 result = self._blocks_and_ends(other, [stage], shared)
                 ends = _cached(shared, (True, True), self._ends, other, stage)
                 return result, 2 * result.calls - ends.calls
@@ -248,9 +250,8 @@ class Predictor:
             host = hardware.host_us.in_pass(config, hardware.device) * 1e-6 if self.on_gpu else 0.0
             total = max(worst.total, host * (calls if hides else worst.calls))
             if total > worst.total:
-                worst = PassTime(
-                    forward=total, backward=total
-                )  # at most this long, each leaves room for other collectives
+                # Each pass takes at most this long, and leaves room for other collectives.
+                worst = PassTime(forward=total, backward=total)
         if parallel.pp == 1:
             held = held_tensors(config, stages(config))
             exposed, _ = self._replicas(config, held, worst, count)
@@ -270,7 +271,7 @@ class Predictor:
         return result
 
     def _speeds(self, config: Config) -> Speeds:
-        return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
+        return self.hardware.speeds_of(min(_processes(config.parallel), self.hardware.per_node))
 
     def _pass(self, config: Config, held: Sequence[Stage], shared: "_Cache") -> PassTime:
         """Times for one micro-batch through all stages of one pipeline rank."""
@@ -426,15 +427,14 @@ class Predictor:
     def _of_micro_batch(self, model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> "_Cache":
         """The results for one micro-batch that this configuration shares. They depend on the model, traced fields, how groups are
         spread over nodes, and how many processes run on each."""
-        key = model, p, train
+        key = id(model), id(p)  # hashes of sections cost more than most of what is looked up
         if key not in self._shared:
             per_node, per_site = self.hardware.per_node, self.hardware.per_site
-            places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node))
+            places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(_processes(p), per_node))
             if per_site is not None:
                 places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
-            alike = model, traced(p), traced(train), places
-            self._shared[key] = self._micro_batches.setdefault(alike, {})
-        return self._shared[key]
+            self._shared[key] = self._micro_batches.setdefault((model, traced(p), places), {}), (model, p)
+        return self._shared[key][0].setdefault(traced(train), {})
 
 
 _Cache = dict[tuple[object, ...], object]
@@ -444,6 +444,10 @@ def _cached(cache: _Cache, key: tuple[object, ...], function: Callable[..., _T],
     if key not in cache:
         cache[key] = function(*arguments)
     return cast(_T, cache[key])
+
+
+def _processes(p: ParallelConfig) -> int:
+    return p.pp * p.dp_cp * p.tp
 
 
 def _step(config: Config, held: HeldTensors) -> tuple[object, ...]:
@@ -463,7 +467,7 @@ def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[object,
 @functools.lru_cache(MAX_CACHED)
 def _without(parallel: ParallelConfig, name: str) -> ParallelConfig:
     """The section with 'none' for overlap or shard."""
-    return parallel.model_copy(update={name: "none"})
+    return altered(parallel, **{name: "none"})
 
 
 _flops_per_token = functools.lru_cache(64)(flops_per_token)

@@ -257,11 +257,12 @@ def _apply(cls: Any, *inputs: object) -> Any:
     tape, grad = sized[0].tape, records(*inputs)
     ctx, place = _Ctx(inputs), tape.place
     tape.place = "norm" if cls is RMSNorm else place
+    if not grad:
+        results = cls.forward(ctx, *inputs)
+        tape.place = place
+        return results
     with torch.no_grad():
         results = cls.forward(ctx, *[x.without_graph() if isinstance(x, ShapeTensor) else x for x in inputs])
-    tape.place = place if not grad else tape.place
-    if not grad:
-        return results
     several = isinstance(results, tuple)
     made = list(results) if several else [results]
     saved = [x for x in ctx.saved_tensors if x is not None]
