@@ -5,6 +5,7 @@ gathered weights with plain arithmetic, because a search calls it thousands of t
 included.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -12,6 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from boost.config.architecture import first_alike
 from boost.config.attention import document_form
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
@@ -19,8 +21,8 @@ from boost.config.traffic import ITEMSIZE
 from boost.plan import replicas
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
 from boost.plan.optimizer import state_bytes, work_bytes
-from boost.plan.structure import held_tensors
-from boost.plan.trace import TracedPass, alike, pass_of_block, trace_embedding, trace_loss
+from boost.plan.structure import altered, held_tensors
+from boost.plan.trace import TracedPass, pass_of_block, trace_embedding, trace_loss
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _
     policies, blocks = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
     for n in numbers:
         # Which latents from the previous block stay alive depends on that block too.
-        kind = n if model.has_latent_gates else (alike(model, n), policies[n])
+        kind = n if model.has_latent_gates else (first_alike(model, n), policies[n])
         if kind not in of_kind:
             traced = pass_of_block(config, n, on_gpu)
             saved = traced.by_category
@@ -225,9 +227,7 @@ class _Storage:
         return copies | ({None: kept} if kept else {})
 
 
-_STORAGE: dict[tuple[object, ...], _Storage] = {}
-"""Storage by mesh, cached because a search tries each mesh with many micro-batch sizes."""
-_MAX_STORAGE = 512
+_storage = functools.lru_cache(512)(_Storage)  # a search tries each mesh with many micro-batch sizes
 
 
 class _StepMemory:
@@ -239,13 +239,8 @@ class _StepMemory:
         self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], on_gpu)
         self.loss, self.embedding = trace_loss(config, on_gpu), trace_embedding(config)
         train = config.train
-        dtypes = train.param_dtype, train.compute_dtype, train.reduce_dtype
-        key = config.model, parallel, config.optim, *dtypes, train.working_copies, config.run.recovery, self.stages
-        if key not in _STORAGE:
-            if len(_STORAGE) >= _MAX_STORAGE:
-                _STORAGE.clear()
-            _STORAGE[key] = _Storage(config, self.stages)
-        self.storage = _STORAGE[key]
+        usual = altered(train, micro_batch=1, global_batch=1, seq_len=1, recompute="none", recompute_every=1)
+        self.storage = _storage(altered(config, train=usual), self.stages)
         self.states, self.shards, self.buckets = self.storage.states, self.storage.shards, self.storage.buckets
         self.actions, self.micro_batches = actions(config, pp_rank), micro_batches(config)
         self.has_pipeline = parallel.pp > 1

@@ -16,19 +16,8 @@ import torch.nn.functional as F
 import boost.parallel.collectives  # noqa: F401  defines torch.ops.boost
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from boost.plan import work
-from boost.plan.shape_tensor import (
-    RULES,
-    NoRuleError,
-    Operand,
-    Shape,
-    ShapeTensor,
-    contiguous,
-    make,
-    origin,
-    record,
-    rule,
-)
-from boost.plan.tape import Gradients, Tape, Tensors
+from boost.plan.shape_tensor import RULES, NoRuleError, Shape, ShapeTensor, contiguous, make, origin, record, rule
+from boost.plan.tape import Gradients, Operand, Tape, Tensors
 
 # Element-wise operations.
 
@@ -294,14 +283,6 @@ def repeat_interleave(x: ShapeTensor, times: int, dim: int) -> ShapeTensor:
     return record(
         lambda: make(x, shape, "repeat_interleave", 2.0), [x], lambda g, s: [make(like, like.shape, "sum", 1.0 + times)]
     )
-
-
-@rule(torch.diagonal)
-def diagonal(x: ShapeTensor, _: int, first: int, second: int) -> ShapeTensor:
-    """View of a diagonal of two equal dimensions, which becomes the last dimension. Works only outside autograd."""
-    kept = [dim for dim in range(x.ndim) if dim not in (first, second)]
-    strides = (*(x.strides[dim] for dim in kept), x.strides[first] + x.strides[second])
-    return x.as_view((*(x.shape[dim] for dim in kept), x.shape[first]), strides)
 
 
 @rule(torch.empty_like)

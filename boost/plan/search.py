@@ -32,7 +32,7 @@ from boost.plan.candidates import (
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.memory import PeakMemory, peak
 from boost.plan.step_time import StepTime
-from boost.plan.structure import altered, traced
+from boost.plan.structure import traced, without
 from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block, trace_loss
 
@@ -55,11 +55,6 @@ Tick = Callable[[int, int], None]
 def tie_limit(seconds: float) -> float:
     """The longest step time that counts as equal to `seconds`."""
     return max((1 + TIE) * seconds, seconds + TIE_SECONDS)
-
-
-def any_config(config: Config) -> bool:
-    """Accepts every configuration."""
-    return True
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,7 @@ class Search:
         return ""
 
     def fastest(
-        self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None, limit: float = math.inf
+        self, test: Test = bool, of: Callable[[ParallelConfig], bool] | None = None, limit: float = math.inf
     ) -> Plan | None:
         """Returns the fastest candidate that fits, passes `test`, has a [parallel] that passes `of`, and takes at most `limit`
         seconds; None if there is none."""
@@ -205,7 +200,7 @@ class Search:
                 return plan
         return best
 
-    def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
+    def smallest(self, test: Test = bool, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
         """Returns the candidate with the lowest peak memory that passes the test, or None. Predicts one candidate per mesh."""
         thrifty: dict[tuple[object, ...], Config] = {}
         for node in self._nodes:
@@ -327,7 +322,7 @@ class Search:
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
         """Lower bound on the bytes that some rank needs in addition to training state: for the loss, or for one block."""
         if parallel.overlap != "none" and micro_batch > 1:  # two halves use at least as much memory as one half
-            parallel, micro_batch = altered(parallel, overlap="none"), micro_batch // 2
+            parallel, micro_batch = without(parallel, "overlap"), micro_batch // 2
         config, on_gpu = self._one_tp_group(parallel, micro_batch), self.predictor.on_gpu
         loss = trace_loss(config, on_gpu)
         loss_bytes = loss.input_bytes + loss.forward

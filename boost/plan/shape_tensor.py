@@ -8,16 +8,15 @@ NoRuleError.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from boost.plan.categories import COPIES, category_of
-from boost.plan.tape import LEAF, Backward, Gradients, GraphNode, ShapeStorage, Tape, Tensors
+from boost.plan.tape import LEAF, Backward, Gradients, GraphNode, Operand, ShapeStorage, Tape, Tensors
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
 
 Shape = tuple[int, ...]
-Operand: TypeAlias = "ShapeTensor | float"
 _Rule = TypeVar("_Rule", bound=Callable[..., "ShapeTensor"])
 
 

@@ -35,6 +35,12 @@ def altered(section: _Section, **values: object) -> _Section:
 
 
 @functools.lru_cache(MAX_CACHED)
+def without(parallel: ParallelConfig, name: str) -> ParallelConfig:
+    """The section with "none" for overlap or shard."""
+    return altered(parallel, **{name: "none"})
+
+
+@functools.lru_cache(MAX_CACHED)
 def traced(section: _Section) -> _Section:
     """The section with its UNTRACED fields reset to their defaults. Equal results are one object, so that caches find it fast."""
     return _interned(altered(section, **_usual(type(section))))

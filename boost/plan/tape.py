@@ -14,7 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+Operand: TypeAlias = "ShapeTensor | float"
 Tensors = Sequence["ShapeTensor"]
 Gradients = Sequence["ShapeTensor | None"]
 """None: no gradient."""

@@ -25,7 +25,7 @@ from boost.plan.hardware import Hardware, Speeds, collective_seconds, span
 from boost.plan.optimizer import iterations, optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step_time import PassTime, Seconds, StepTime
-from boost.plan.structure import MAX_CACHED, HeldTensors, altered, held_tensors, traced
+from boost.plan.structure import MAX_CACHED, HeldTensors, altered, held_tensors, traced, without
 from boost.plan.tape import Operation, work_of
 from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
@@ -60,7 +60,7 @@ def as_stored(config: Config) -> Config:
     the receive buffer and their gradients into the send buffer. These copies move about as many bytes as casts at each use, which
     are counted instead.
     """
-    return altered(config, parallel=_without(config.parallel, "shard")) if config.parallel.sharded else config
+    return altered(config, parallel=without(config.parallel, "shard")) if config.parallel.sharded else config
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -233,7 +233,7 @@ class Predictor:
             (worst,) = self.passes(config)
             total = worst.total
         else:
-            unsplit = _without(parallel, "overlap") if hides else parallel
+            unsplit = without(parallel, "overlap") if hides else parallel
             shared = self._of_micro_batch(model, unsplit, train)
 
             def of_all() -> tuple[PassTime, int]:
@@ -382,7 +382,7 @@ class Predictor:
         inside = {axis: span(axis, parallel, per_node).inside for axis in ("tp", "cp", "dp")}
         # Collectives within a node and between nodes use different links.
         shared = inside["dp"] or not (inside["tp"] and inside["cp"])
-        room = worst.room(self.hardware.overlap, shared)
+        room = room_in(worst, self.hardware.overlap, shared)
         # FSDP in a pipeline gathers for each micro-batch, but all its gathers have phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
         sums = _cached(self._steps, ("replicas", gathered, *_step(config, held)), self._replica_sums, config, held)
@@ -437,6 +437,18 @@ class Predictor:
         return self._shared[key][0].setdefault(traced(train), {})
 
 
+def room_in(passing: PassTime, overlap: float, shared: bool) -> tuple[float, float]:
+    """(forward, backward) seconds in which DP collectives can hide: the fraction `overlap` of the device's compute time.
+
+    If TP or CP collectives use the same link (`shared`), the time in which those hide is subtracted, because collectives on one
+    link do not overlap each other.
+    """
+    hidden = passing.hidden if shared else (0.0, 0.0)
+    forward = overlap * (passing.forward - passing.waits[0]) - hidden[0]
+    backward = overlap * (passing.backward - passing.waits[1]) - hidden[1]
+    return max(forward, 0.0), max(backward, 0.0)
+
+
 _Cache = dict[tuple[object, ...], object]
 
 
@@ -462,12 +474,6 @@ def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[object,
     """What the time of a micro-batch in a stage depends on."""
     gates = (has_latent_gate(model, stage.numbers[end]) for end in (0, -1))
     return tuple(kinds_in(model, train, stage).items()), stage.has_embedding, stage.has_head, *gates
-
-
-@functools.lru_cache(MAX_CACHED)
-def _without(parallel: ParallelConfig, name: str) -> ParallelConfig:
-    """The section with 'none' for overlap or shard."""
-    return altered(parallel, **{name: "none"})
 
 
 _flops_per_token = functools.lru_cache(64)(flops_per_token)

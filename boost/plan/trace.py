@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from boost.config.architecture import first_alike
-from boost.config.schema import Config, ModelConfig, RecomputeName
+from boost.config.schema import Config, RecomputeName
 from boost.config.stages import Stage
 from boost.config.traffic import Collective
 from boost.models import kernels
@@ -90,13 +90,10 @@ def trace_block(config: Config, layer: int, policy: RecomputeName, on_gpu: bool 
 
 def pass_of_block(config: Config, layer: int, on_gpu: bool = False) -> TracedPass:
     """Trace of block `layer` under the configuration's policy. Identical blocks are traced once."""
-    policy = config.train.recompute_by_layer(config.model.layers)[layer]
-    return trace_block(config, alike(config.model, layer), policy, on_gpu)
-
-
-def alike(model: ModelConfig, layer: int) -> int:
-    """Returns the block to trace for block `layer`. With latent gates, the last block differs: no later block uses its latents."""
-    return layer if model.has_latent_gates and layer + 1 == model.layers else first_alike(model, layer)
+    model, policy = config.model, config.train.recompute_by_layer(config.model.layers)[layer]
+    # With latent gates, the last block differs: no later block uses its latents.
+    differs = model.has_latent_gates and layer + 1 == model.layers
+    return trace_block(config, layer if differs else first_alike(model, layer), policy, on_gpu)
 
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
