@@ -67,12 +67,12 @@ def _require_no_graph(operation: str, operands: Sequence[object]) -> None:
         raise NoRuleError(f"no rule for '{operation}' under autograd; add one to boost.plan.rules")
 
 
-for _method in ("square", "clamp", "clamp_min"):
+for _method in ("square", "clamp", "clamp_min", "sub", "pow"):
     RULES[_method] = functools.partial(elementwise, _method)
 
 
 @rule("compare")
-def compare(x: ShapeTensor) -> ShapeTensor:
+def compare(x: ShapeTensor, *_: object) -> ShapeTensor:
     """Comparison; returns a bool mask."""
     return make(x, x.shape, "compare", dtype=torch.bool)
 

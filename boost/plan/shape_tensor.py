@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from boost.plan.categories import COPIES, category_of
-from boost.plan.tape import LEAF, Backward, Gradients, GraphNode, Operand, ShapeStorage, Tape, Tensors
+from boost.plan.tape import LEAF, Backward, Gradients, GraphNode, ShapeStorage, Tape, Tensors
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
 
 Shape = tuple[int, ...]
@@ -22,6 +22,15 @@ _Rule = TypeVar("_Rule", bound=Callable[..., "ShapeTensor"])
 
 class NoRuleError(NotImplementedError):
     """The model uses an operation that has no rule."""
+
+
+def _by_rule(name: str) -> "Callable[..., ShapeTensor]":
+    """A method that applies the rule with this name."""
+
+    def method(self: "ShapeTensor", *operands: object) -> "ShapeTensor":
+        return RULES[name](self, *operands)
+
+    return method
 
 
 class ShapeTensor:
@@ -258,44 +267,18 @@ class ShapeTensor:
 
     # Arithmetic, with rules in boost.plan.rules.
 
-    def __mul__(self, other: Operand) -> "ShapeTensor":
-        return RULES["mul"](self, other)
-
-    __rmul__ = __mul__
-
-    def __add__(self, other: Operand) -> "ShapeTensor":
-        return RULES["add"](self, other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Operand) -> "ShapeTensor":
-        return RULES["elementwise"]("sub", self, other)
-
-    def __truediv__(self, other: Operand) -> "ShapeTensor":
-        return RULES["div"](self, other)
-
-    def __neg__(self) -> "ShapeTensor":
-        return RULES["neg"](self)
-
-    def __matmul__(self, other: "ShapeTensor") -> "ShapeTensor":
-        return RULES["matmul"](self, other)
-
-    def __pow__(self, exponent: float) -> "ShapeTensor":
-        return RULES["elementwise"]("pow", self)
-
-    def __ge__(self, other: Operand) -> "ShapeTensor":
-        return RULES["compare"](self)
-
-    __lt__ = __gt__ = __le__ = __and__ = __or__ = __ge__
+    __mul__ = __rmul__ = _by_rule("mul")
+    __add__ = __radd__ = _by_rule("add")
+    __iadd__ = _by_rule("in_place")
+    __sub__, __truediv__, __neg__ = _by_rule("sub"), _by_rule("div"), _by_rule("neg")
+    __pow__, __matmul__ = _by_rule("pow"), _by_rule("matmul")
+    __lt__ = __gt__ = __le__ = __ge__ = __and__ = __or__ = _by_rule("compare")
 
     def __eq__(self, other: object) -> Any:
-        return RULES["compare"](self)
+        return RULES["compare"](self, other)
 
     __ne__ = __eq__
     __hash__ = object.__hash__
-
-    def __iadd__(self, other: Operand) -> "ShapeTensor":
-        return RULES["in_place"](self, other)
 
     def copy_(self, other: "ShapeTensor") -> "ShapeTensor":
         self[...] = other
