@@ -45,11 +45,6 @@ class Memory:
         """Total bytes saved for the backward pass."""
         return self.saved.total()
 
-    @property
-    def total(self) -> int:
-        """Total bytes between the forward and the backward pass, including gradients from an earlier micro-batch."""
-        return self.activations + sum(self.states.values())
-
 
 def memory(config: Config, pp_rank: int = 0) -> Memory:
     """Memory on one process: the training state for its stages, and the activations that one micro-batch saves."""

@@ -479,39 +479,28 @@ def zeros(
 _ops = torch.ops._c10d_functional
 
 
-def _issue(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: object) -> ShapeTensor:
-    axis, _, processes = str(group).partition(" ")
-    x.tape.record_collective(kind, payload, x.dtype, int(processes), axis)
-    operation = {ALL_GATHER: "all_gather_into_tensor", REDUCE_SCATTER: "reduce_scatter"}.get(kind, "all_reduce")
+def _collective(kind: str, x: ShapeTensor, *others: object) -> ShapeTensor:
+    """[...] -> [...]; all-gather: [n, ...] -> [p n, ...]; reduce-scatter: [p n, ...] -> [n, ...]. The group is last."""
+    axis, _, processes = str(others[-1]).partition(" ")
+    made, operation = x.shape, "all_reduce"
+    if kind == ALL_GATHER:
+        made, operation = (x.shape[0] * int(processes), *x.shape[1:]), "all_gather_into_tensor"
+    elif kind == REDUCE_SCATTER:
+        made, operation = (x.shape[0] // int(processes), *x.shape[1:]), "reduce_scatter"
+    x.tape.record_collective(kind, made if kind == ALL_GATHER else x.shape, x.dtype, int(processes), axis)
     result = make(x, made, operation)
     x.tape.in_flight(result)
     return result
 
 
-@rule(_ops.all_reduce, torch.ops.boost.all_reduce)
-def all_reduce(x: ShapeTensor, *others: object) -> ShapeTensor:
-    """[...] -> [...], summed over the group, which is the last argument."""
-    return _issue(ALL_REDUCE, x.shape, x.shape, x, others[-1])
-
-
-@rule(_ops.all_gather_into_tensor, torch.ops.boost.all_gather)
-def all_gather(x: ShapeTensor, processes: int, *others: object) -> ShapeTensor:
-    """[n, ...] -> [p n, ...]. The group is the last argument."""
-    gathered = (x.shape[0] * processes, *x.shape[1:])
-    return _issue(ALL_GATHER, gathered, gathered, x, others[-1])
-
-
-@rule(_ops.reduce_scatter_tensor, torch.ops.boost.reduce_scatter)
-def reduce_scatter(x: ShapeTensor, *others: object) -> ShapeTensor:
-    """[p n, ...] -> [n, ...]. The group is the last argument."""
-    processes = int(str(others[-1]).rpartition(" ")[2])
-    return _issue(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, others[-1])
-
-
-@rule(_ops.all_to_all_single, torch.ops.boost.all_to_all)
-def all_to_all(x: ShapeTensor, *others: object) -> ShapeTensor:
-    """[...] -> [...]; sends rows to every process and receives rows from every process. The group is the last argument."""
-    return _issue(ALL_TO_ALL, x.shape, x.shape, x, others[-1])
+_boost = torch.ops.boost
+for _kind, _functions in {
+    ALL_REDUCE: (_ops.all_reduce, _boost.all_reduce),
+    ALL_GATHER: (_ops.all_gather_into_tensor, _boost.all_gather),
+    REDUCE_SCATTER: (_ops.reduce_scatter_tensor, _boost.reduce_scatter),
+    ALL_TO_ALL: (_ops.all_to_all_single, _boost.all_to_all),
+}.items():
+    RULES.update(dict.fromkeys(_functions, functools.partial(_collective, _kind)))
 
 
 @rule(_ops.wait_tensor)

@@ -27,7 +27,7 @@ from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step_time import PassTime, Seconds, StepTime
 from boost.plan.structure import MAX_CACHED, HeldTensors, altered, held_tensors, traced, without
 from boost.plan.tape import Operation, work_of
-from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss
+from boost.plan.trace import TracedPass, trace_block, trace_embedding, trace_loss
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
 
 PART_OF = {GEMM: step_time.GEMMS, ATTENTION: step_time.ATTENTION_TIME, ATTENTION_BACKWARD: step_time.ATTENTION_TIME}
@@ -287,7 +287,7 @@ class Predictor:
 
     def _ends(self, config: Config, stage: Stage) -> PassTime:
         stored = as_stored(config)
-        runs: list[PassOps] = [trace_embedding(stored)] if stage.has_embedding else []
+        runs: list[TracedPass] = [trace_embedding(stored)] if stage.has_embedding else []
         runs += [trace_loss(stored, self.on_gpu)] if stage.has_head else []
         return self._pass_time(config, runs)
 
@@ -307,7 +307,7 @@ class Predictor:
         made_with = config.model, config.parallel, tokens, config.train.compute_dtype, stage
         return self._sums(config, [c for phase in ("forward", "backward") for c in stage_sends(phase, *made_with)])
 
-    def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
+    def _pass_time(self, config: Config, runs: Sequence[TracedPass]) -> PassTime:
         """Time for operations in sequence, and for waiting for collectives."""
         log = [operation for run in runs for operation in run.log]
         # Cached device seconds for each operation, multiplied by how often the operation runs.
@@ -353,7 +353,7 @@ class Predictor:
             result[_name(collective)] += self._sent(config, collective)
         return result
 
-    def _exposed(self, config: Config, runs: Sequence[PassOps], priced: Mapping[Operation, float]) -> Seconds:
+    def _exposed(self, config: Config, runs: Sequence[TracedPass], priced: Mapping[Operation, float]) -> Seconds:
         """Seconds by axis and phase in which computation waits for collectives.
 
         Collectives run one at a time, in the order in which they start. While the device computes, they progress at the fraction

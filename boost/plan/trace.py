@@ -32,24 +32,13 @@ from boost.plan.work import Counted
 
 
 @dataclass(frozen=True)
-class PassOps:
-    """Operations for one micro-batch in one block, the loss or the embedding, on one process."""
+class TracedPass:
+    """Operations and memory for one micro-batch in one block, the loss or the embedding, on one process; sizes in bytes."""
 
     log: tuple[Operation, ...]
     collectives: tuple[Collective, ...]
     flights: tuple[Flight, ...]
     """Starts of collectives and waits for them."""
-
-    @functools.cached_property
-    def work(self) -> Counted:
-        """Counts how often each operation runs."""
-        return work_of(self.log)
-
-
-@dataclass(frozen=True)
-class TracedPass(PassOps):
-    """Operations and memory in a pass; sizes in bytes."""
-
     saved: tuple[tuple[str, int], ...]
     """(category, bytes) of each tensor saved for the backward pass, except latents from the previous block."""
     input_bytes: int
@@ -67,6 +56,11 @@ class TracedPass(PassOps):
     """Bytes of each latent from the previous block that this block keeps alive; 0 for any other."""
     latents_saved: tuple[bool, ...] = ()
     """Whether each latent for the next block is in `saved`."""
+
+    @functools.cached_property
+    def work(self) -> Counted:
+        """Counts how often each operation runs."""
+        return work_of(self.log)
 
     @functools.cached_property
     def by_category(self) -> Counter[str]:
