@@ -175,8 +175,7 @@ def _storage(parallel: ParallelConfig) -> ParallelConfig:
 def _tensors_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> tuple[StoredTensor, ...]:
     tensors = [_stored(model, parallel, (architecture.embedding(model),))] if stage.has_embedding else []
     for layer in stage.numbers:
-        alike = _block(model, parallel, architecture.first_alike(model, layer))
-        tensors += (tensor._replace(unit=layer) for tensor in alike)
+        tensors += _block(model, parallel, layer)
     if stage.has_head:
         tensors.append(_stored(model, parallel, (architecture.final_norm(model),)))
         if not (model.tied and stage.has_embedding):
@@ -186,8 +185,10 @@ def _tensors_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> t
 
 @functools.lru_cache(MAX_CACHED)
 def _block(model: ModelConfig, parallel: ParallelConfig, layer: int) -> tuple[StoredTensor, ...]:
+    if (alike := architecture.first_alike(model, layer)) != layer:
+        return tuple(tensor._replace(unit=layer) for tensor in _block(model, parallel, alike))
     placement = functools.partial(placement_of, model=model, parallel=parallel)
-    return tuple(_stored(model, parallel, parameters) for parameters in fused_block(model, layer, placement))
+    return tuple(_stored(model, parallel, each)._replace(unit=layer) for each in fused_block(model, layer, placement))
 
 
 @functools.lru_cache(MAX_CACHED)
