@@ -10,13 +10,13 @@ from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import nearest
 from boost.errors import ConfigError
 
-_SOUND_MODELS: "weakref.WeakSet[ModelConfig]" = weakref.WeakSet()
-"""Models that passed all checks. A plan checks thousands of configurations of one model."""
+_SOUND_MODELS: "weakref.WeakValueDictionary[int, ModelConfig]" = weakref.WeakValueDictionary()
+"""Models that passed all checks, by identity. A plan checks thousands of configurations of one model."""
 
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first rule that the configuration violates."""
-    sound = config.model in _SOUND_MODELS
+    sound = _SOUND_MODELS.get(id(config.model)) is config.model
     problems = itertools.chain(
         () if sound else _model_problems(config),
         _parallel_problems(config),
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     )
     for problem in problems:
         raise ConfigError(problem)
-    _SOUND_MODELS.add(config.model)
+    _SOUND_MODELS[id(config.model)] = config.model
 
 
 MAX_PARAMETERS = 10**13

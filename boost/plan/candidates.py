@@ -26,6 +26,7 @@ from boost.config.schema import Config, ParallelConfig, RecomputeName, TrainConf
 from boost.errors import ConfigError
 from boost.layouts import layout_spec, layouts_of, spec_of
 from boost.plan.hardware import Hardware
+from boost.plan.structure import altered
 
 SCHEDULES = {"1f1b": (1,), "interleaved-1f1b": (2, 3, 4, 6, 8, 12, 16)}
 """Pipeline schedules, with the candidate numbers of stages per process. Combinations with more stages than layers are skipped."""
@@ -84,9 +85,9 @@ class Request:
         it up fastest by identity."""
         key = micro_batch, policy, every
         if key not in self._trains:
-            changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}
-            self._trains[key] = self.base.train.model_copy(update=changes)
-        return self.base.model_copy(update={"parallel": parallel, "train": self._trains[key]})
+            train = altered(self.base.train, micro_batch=micro_batch, recompute=policy, recompute_every=every)
+            self._trains[key] = train
+        return altered(self.base, parallel=parallel, train=self._trains[key])
 
     def under(self, layout: str) -> ParallelConfig | None:
         """Returns the [parallel] section for a layout, with the fixed options; None if the layout lacks one of them."""
@@ -181,7 +182,7 @@ def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[Para
                 for overlap in overlaps:
                     for values in itertools.product(*options):
                         own = dict(zip(searched, values, strict=True))
-                        made = of_layout.model_copy(update={**changes, "overlap": overlap, **own})
+                        made = altered(of_layout, **changes, overlap=overlap, **own)
                         if virtual <= most or not made.sharded:
                             yield made
 

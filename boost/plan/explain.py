@@ -15,7 +15,7 @@ from boost.format import format_bytes, format_count, format_seconds
 from boost.layouts import layouts_of
 from boost.plan.candidates import context_sizes
 from boost.plan.hardware import QUANTITIES, Hardware, origin, provenance_words
-from boost.plan.search import Plan, Search, Test, Tick, any_config
+from boost.plan.search import Plan, Search, Test, Tick
 from boost.plan.step_time import HOST, PARTS, StepTime
 from boost.plan.timing import block_work, ends_work, kinds_in, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
@@ -36,7 +36,7 @@ class ConfigKind:
 
     name: str
     of: Callable[[ParallelConfig], bool]
-    test: Test = any_config
+    test: Test = bool
 
 
 @dataclass(frozen=True)

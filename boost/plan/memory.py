@@ -5,6 +5,7 @@ gathered weights with plain arithmetic, because a search calls it thousands of t
 included.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -12,6 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from boost.config.architecture import first_alike
 from boost.config.attention import document_form
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
@@ -19,8 +21,8 @@ from boost.config.traffic import ITEMSIZE
 from boost.plan import replicas
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
 from boost.plan.optimizer import state_bytes, work_bytes
-from boost.plan.structure import held_tensors
-from boost.plan.trace import TracedPass, alike, pass_of_block, trace_embedding, trace_loss
+from boost.plan.structure import altered, held_tensors
+from boost.plan.trace import TracedPass, pass_of_block, trace_embedding, trace_loss
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,6 @@ class Memory:
     def activations(self) -> int:
         """Total bytes saved for the backward pass."""
         return self.saved.total()
-
-    @property
-    def total(self) -> int:
-        """Total bytes between the forward and the backward pass, including gradients from an earlier micro-batch."""
-        return self.activations + sum(self.states.values())
 
 
 def memory(config: Config, pp_rank: int = 0) -> Memory:
@@ -166,7 +163,7 @@ def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _
     policies, blocks = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
     for n in numbers:
         # Which latents from the previous block stay alive depends on that block too.
-        kind = n if model.has_latent_gates else (alike(model, n), policies[n])
+        kind = n if model.has_latent_gates else (first_alike(model, n), policies[n])
         if kind not in of_kind:
             traced = pass_of_block(config, n, on_gpu)
             saved = traced.by_category
@@ -193,14 +190,10 @@ class _Storage:
     """Storage on one process that does not depend on micro-batches or recomputation."""
 
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
-        self.held, parallel, self.size = (
-            held_tensors(config, stages),
-            config.parallel,
-            ITEMSIZE[config.train.param_dtype],
-        )
+        self.held, self.size = held_tensors(config, stages), ITEMSIZE[config.train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.held.by_stage.values()]
         """Bytes of all gradients, per stage."""
-        weights = self.size * sum(tensor.shard(parallel) for tensor in self.held.tensors)
+        weights = self.size * self.held.shards(config.parallel)
         sums = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
         self.states = {WEIGHTS: weights, GRADIENTS: sums * weights, OPTIMIZER: state_bytes(config, self.held)}
         """Bytes between steps by category, in this process's shards."""
@@ -229,9 +222,7 @@ class _Storage:
         return copies | ({None: kept} if kept else {})
 
 
-_STORAGE: dict[tuple[object, ...], _Storage] = {}
-"""Storage by mesh, cached because a search tries each mesh with many micro-batch sizes."""
-_MAX_STORAGE = 512
+_storage = functools.lru_cache(512)(_Storage)  # a search tries each mesh with many micro-batch sizes
 
 
 class _StepMemory:
@@ -243,13 +234,8 @@ class _StepMemory:
         self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], on_gpu)
         self.loss, self.embedding = trace_loss(config, on_gpu), trace_embedding(config)
         train = config.train
-        dtypes = train.param_dtype, train.compute_dtype, train.reduce_dtype
-        key = config.model, parallel, config.optim, *dtypes, train.working_copies, config.run.recovery, self.stages
-        if key not in _STORAGE:
-            if len(_STORAGE) >= _MAX_STORAGE:
-                _STORAGE.clear()
-            _STORAGE[key] = _Storage(config, self.stages)
-        self.storage = _STORAGE[key]
+        usual = altered(train, micro_batch=1, global_batch=1, seq_len=1, recompute="none", recompute_every=1)
+        self.storage = _storage(altered(config, train=usual), self.stages)
         self.states, self.shards, self.buckets = self.storage.states, self.storage.shards, self.storage.buckets
         self.actions, self.micro_batches = actions(config, pp_rank), micro_batches(config)
         self.has_pipeline = parallel.pp > 1

@@ -76,7 +76,7 @@ def _deal(config: Config, bucket: Sequence[FactorTensors]) -> Deal | None:
 def state_bytes(config: Config, held: HeldTensors) -> int:
     """Bytes of optimizer state for the stored tensors of one process."""
     optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
-    moments = 2 * sum(tensor.shard(parallel) for tensor in held.tensors) * itemsize
+    moments = 2 * held.shards(parallel) * itemsize
     counted = len(held.tensors)  # each tensor has an fp32 step counter
     if isinstance(optim, MuonConfig):
         factors = [tensor for unit in held.factors for tensor in unit.stored]

@@ -5,7 +5,6 @@ counts elements read and written per output element, excluding broadcast operand
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +16,8 @@ import torch.nn.functional as F
 import boost.parallel.collectives  # noqa: F401  defines torch.ops.boost
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from boost.plan import work
-from boost.plan.shape_tensor import (
-    RULES,
-    NoRuleError,
-    Operand,
-    Shape,
-    ShapeTensor,
-    contiguous,
-    make,
-    origin,
-    record,
-    rule,
-)
-from boost.plan.tape import Gradients, Tape, Tensors
+from boost.plan.shape_tensor import RULES, NoRuleError, Shape, ShapeTensor, contiguous, make, origin, record, rule
+from boost.plan.tape import Gradients, Operand, Tape, Tensors
 
 # Element-wise operations.
 
@@ -79,12 +67,12 @@ def _require_no_graph(operation: str, operands: Sequence[object]) -> None:
         raise NoRuleError(f"no rule for '{operation}' under autograd; add one to boost.plan.rules")
 
 
-for _method in ("square", "clamp", "clamp_min"):
+for _method in ("square", "clamp", "clamp_min", "sub", "pow"):
     RULES[_method] = functools.partial(elementwise, _method)
 
 
 @rule("compare")
-def compare(x: ShapeTensor) -> ShapeTensor:
+def compare(x: ShapeTensor, *_: object) -> ShapeTensor:
     """Comparison; returns a bool mask."""
     return make(x, x.shape, "compare", dtype=torch.bool)
 
@@ -263,8 +251,7 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
         return make(parts[0], shape, "cat", 2.0, inputs=parts, kernel=kernel, dtype=_promoted(parts))
 
     def backward(g: Tensors, _: Tensors) -> Gradients:
-        starts = itertools.accumulate(sizes[:-1], initial=0)
-        return [g[0].narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+        return g[0].split(sizes, dim)
 
     return record(made, list(parts), backward)
 
@@ -296,14 +283,6 @@ def repeat_interleave(x: ShapeTensor, times: int, dim: int) -> ShapeTensor:
     return record(
         lambda: make(x, shape, "repeat_interleave", 2.0), [x], lambda g, s: [make(like, like.shape, "sum", 1.0 + times)]
     )
-
-
-@rule(torch.diagonal)
-def diagonal(x: ShapeTensor, _: int, first: int, second: int) -> ShapeTensor:
-    """View of a diagonal of two equal dimensions, which becomes the last dimension. Works only outside autograd."""
-    kept = [dim for dim in range(x.ndim) if dim not in (first, second)]
-    strides = (*(x.strides[dim] for dim in kept), x.strides[first] + x.strides[second])
-    return x.as_view((*(x.shape[dim] for dim in kept), x.shape[first]), strides)
 
 
 @rule(torch.empty_like)
@@ -500,39 +479,28 @@ def zeros(
 _ops = torch.ops._c10d_functional
 
 
-def _issue(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: object) -> ShapeTensor:
-    axis, _, processes = str(group).partition(" ")
-    x.tape.record_collective(kind, payload, x.dtype, int(processes), axis)
-    operation = {ALL_GATHER: "all_gather_into_tensor", REDUCE_SCATTER: "reduce_scatter"}.get(kind, "all_reduce")
+def _collective(kind: str, x: ShapeTensor, *others: object) -> ShapeTensor:
+    """[...] -> [...]; all-gather: [n, ...] -> [p n, ...]; reduce-scatter: [p n, ...] -> [n, ...]. The group is last."""
+    axis, _, processes = str(others[-1]).partition(" ")
+    made, operation = x.shape, "all_reduce"
+    if kind == ALL_GATHER:
+        made, operation = (x.shape[0] * int(processes), *x.shape[1:]), "all_gather_into_tensor"
+    elif kind == REDUCE_SCATTER:
+        made, operation = (x.shape[0] // int(processes), *x.shape[1:]), "reduce_scatter"
+    x.tape.record_collective(kind, made if kind == ALL_GATHER else x.shape, x.dtype, int(processes), axis)
     result = make(x, made, operation)
     x.tape.in_flight(result)
     return result
 
 
-@rule(_ops.all_reduce, torch.ops.boost.all_reduce)
-def all_reduce(x: ShapeTensor, *others: object) -> ShapeTensor:
-    """[...] -> [...], summed over the group, which is the last argument."""
-    return _issue(ALL_REDUCE, x.shape, x.shape, x, others[-1])
-
-
-@rule(_ops.all_gather_into_tensor, torch.ops.boost.all_gather)
-def all_gather(x: ShapeTensor, processes: int, *others: object) -> ShapeTensor:
-    """[n, ...] -> [p n, ...]. The group is the last argument."""
-    gathered = (x.shape[0] * processes, *x.shape[1:])
-    return _issue(ALL_GATHER, gathered, gathered, x, others[-1])
-
-
-@rule(_ops.reduce_scatter_tensor, torch.ops.boost.reduce_scatter)
-def reduce_scatter(x: ShapeTensor, *others: object) -> ShapeTensor:
-    """[p n, ...] -> [n, ...]. The group is the last argument."""
-    processes = int(str(others[-1]).rpartition(" ")[2])
-    return _issue(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, others[-1])
-
-
-@rule(_ops.all_to_all_single, torch.ops.boost.all_to_all)
-def all_to_all(x: ShapeTensor, *others: object) -> ShapeTensor:
-    """[...] -> [...]; sends rows to every process and receives rows from every process. The group is the last argument."""
-    return _issue(ALL_TO_ALL, x.shape, x.shape, x, others[-1])
+_boost = torch.ops.boost
+for _kind, _functions in {
+    ALL_REDUCE: (_ops.all_reduce, _boost.all_reduce),
+    ALL_GATHER: (_ops.all_gather_into_tensor, _boost.all_gather),
+    REDUCE_SCATTER: (_ops.reduce_scatter_tensor, _boost.reduce_scatter),
+    ALL_TO_ALL: (_ops.all_to_all_single, _boost.all_to_all),
+}.items():
+    RULES.update(dict.fromkeys(_functions, functools.partial(_collective, _kind)))
 
 
 @rule(_ops.wait_tensor)

@@ -32,7 +32,7 @@ from boost.plan.candidates import (
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.memory import PeakMemory, peak
 from boost.plan.step_time import StepTime
-from boost.plan.structure import traced
+from boost.plan.structure import traced, without
 from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block, trace_loss
 
@@ -55,11 +55,6 @@ Tick = Callable[[int, int], None]
 def tie_limit(seconds: float) -> float:
     """The longest step time that counts as equal to `seconds`."""
     return max((1 + TIE) * seconds, seconds + TIE_SECONDS)
-
-
-def any_config(config: Config) -> bool:
-    """Accepts every configuration."""
-    return True
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,8 @@ class Search:
         self.usable = int(self.request.hardware.usable_bytes * (1 - self.request.margin))
         self._limits: dict[ParallelConfig, tuple[int, float]] = {}
         """(largest micro-batch that may fit, smallest one that does not), by traced values in [parallel]."""
-        self._tp_legal: dict[tuple[ParallelConfig, int], bool] = {}
+        self._tp_legal: dict[ParallelConfig, dict[int, bool]] = {}
+        """Whether a TP group is legal, by traced values in [parallel] and micro-batch."""
         self._policies_of: dict[str, list[tuple[RecomputeName, int]]] = {}
         self._smallest_structure: dict[tuple[object, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
@@ -155,7 +151,7 @@ class Search:
         return ""
 
     def fastest(
-        self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None, limit: float = math.inf
+        self, test: Test = bool, of: Callable[[ParallelConfig], bool] | None = None, limit: float = math.inf
     ) -> Plan | None:
         """Returns the fastest candidate that fits, passes `test`, has a [parallel] that passes `of`, and takes at most `limit`
         seconds; None if there is none."""
@@ -204,7 +200,7 @@ class Search:
                 return plan
         return best
 
-    def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
+    def smallest(self, test: Test = bool, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
         """Returns the candidate with the lowest peak memory that passes the test, or None. Predicts one candidate per mesh."""
         thrifty: dict[tuple[object, ...], Config] = {}
         for node in self._nodes:
@@ -250,26 +246,27 @@ class Search:
         choices = self._policies(parallel)
         # The number of recomputed blocks does not affect whether a candidate is legal.
         one_each = [next(alike) for _, alike in itertools.groupby(choices, operator.itemgetter(0))]
+        tp_legal = self._tp_legal.setdefault(structure, {})
         known = False
         for micro_batch in micro_batches(request, parallel.dp):
             if not rules.schedules(parallel, request.base.train.global_batch // (parallel.dp * micro_batch)):
                 continue
             # Whether a TP group is legal does not depend on the rest of the mesh.
-            key = structure, micro_batch
-            if key not in self._tp_legal:
-                self._tp_legal[key] = legal(self._one_tp_group(parallel, micro_batch))
-            if not self._tp_legal[key]:
+            if micro_batch not in tp_legal:
+                tp_legal[micro_batch] = legal(self._one_tp_group(parallel, micro_batch))
+            if not tp_legal[micro_batch]:
                 continue
             if known and not self._may_fit(parallel, micro_batch):
                 return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
             variants = (request.variant(parallel, micro_batch, *policy) for policy in one_each)
             if (config := next(filter(legal, variants), None)) is None:
                 continue
+            if not known:
+                best = self._smallest_structure.get(mesh, parallel)
+                self._smallest_structure[mesh] = min(best, parallel, key=_schedule_rank)
             known = True
             self.considered += len(choices)
-            best = self._smallest_structure.get(mesh, parallel)
-            self._smallest_structure[mesh] = min(best, parallel, key=_schedule_rank)
-            without = request.variant(parallel, micro_batch)
+            without = config if config.train.recompute == "none" else request.variant(parallel, micro_batch)
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
 
     def _policies(self, parallel: ParallelConfig) -> list[tuple[RecomputeName, int]]:
@@ -325,7 +322,7 @@ class Search:
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
         """Lower bound on the bytes that some rank needs in addition to training state: for the loss, or for one block."""
         if parallel.overlap != "none" and micro_batch > 1:  # two halves use at least as much memory as one half
-            parallel, micro_batch = parallel.model_copy(update={"overlap": "none"}), micro_batch // 2
+            parallel, micro_batch = without(parallel, "overlap"), micro_batch // 2
         config, on_gpu = self._one_tp_group(parallel, micro_batch), self.predictor.on_gpu
         loss = trace_loss(config, on_gpu)
         loss_bytes = loss.input_bytes + loss.forward

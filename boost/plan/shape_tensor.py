@@ -8,7 +8,7 @@ NoRuleError.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,12 +17,20 @@ from boost.plan.tape import LEAF, Backward, Gradients, GraphNode, ShapeStorage, 
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
 
 Shape = tuple[int, ...]
-Operand: TypeAlias = "ShapeTensor | float"
 _Rule = TypeVar("_Rule", bound=Callable[..., "ShapeTensor"])
 
 
 class NoRuleError(NotImplementedError):
     """The model uses an operation that has no rule."""
+
+
+def _by_rule(name: str) -> "Callable[..., ShapeTensor]":
+    """A method that applies the rule with this name."""
+
+    def method(self: "ShapeTensor", *operands: object) -> "ShapeTensor":
+        return RULES[name](self, *operands)
+
+    return method
 
 
 class ShapeTensor:
@@ -180,7 +188,8 @@ class ShapeTensor:
         if length == self.shape[dim]:
             return self
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-
+        if not records(self):
+            return self.as_view(shape, self.strides)
         whole = self.without_storage()
 
         def backward(gradients: Tensors, _: Tensors) -> Gradients:
@@ -258,44 +267,18 @@ class ShapeTensor:
 
     # Arithmetic, with rules in boost.plan.rules.
 
-    def __mul__(self, other: Operand) -> "ShapeTensor":
-        return RULES["mul"](self, other)
-
-    __rmul__ = __mul__
-
-    def __add__(self, other: Operand) -> "ShapeTensor":
-        return RULES["add"](self, other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Operand) -> "ShapeTensor":
-        return RULES["elementwise"]("sub", self, other)
-
-    def __truediv__(self, other: Operand) -> "ShapeTensor":
-        return RULES["div"](self, other)
-
-    def __neg__(self) -> "ShapeTensor":
-        return RULES["neg"](self)
-
-    def __matmul__(self, other: "ShapeTensor") -> "ShapeTensor":
-        return RULES["matmul"](self, other)
-
-    def __pow__(self, exponent: float) -> "ShapeTensor":
-        return RULES["elementwise"]("pow", self)
-
-    def __ge__(self, other: Operand) -> "ShapeTensor":
-        return RULES["compare"](self)
-
-    __lt__ = __gt__ = __le__ = __and__ = __or__ = __ge__
+    __mul__ = __rmul__ = _by_rule("mul")
+    __add__ = __radd__ = _by_rule("add")
+    __iadd__ = _by_rule("in_place")
+    __sub__, __truediv__, __neg__ = _by_rule("sub"), _by_rule("div"), _by_rule("neg")
+    __pow__, __matmul__ = _by_rule("pow"), _by_rule("matmul")
+    __lt__ = __gt__ = __le__ = __ge__ = __and__ = __or__ = _by_rule("compare")
 
     def __eq__(self, other: object) -> Any:
-        return RULES["compare"](self)
+        return RULES["compare"](self, other)
 
     __ne__ = __eq__
     __hash__ = object.__hash__
-
-    def __iadd__(self, other: Operand) -> "ShapeTensor":
-        return RULES["in_place"](self, other)
 
     def copy_(self, other: "ShapeTensor") -> "ShapeTensor":
         self[...] = other
@@ -327,9 +310,11 @@ def rule(*functions: object) -> Callable[[_Rule], _Rule]:
 
 def records(*inputs: object) -> bool:
     """Whether autograd would record an operation on these inputs."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(x.node is not None for x in inputs if isinstance(x, ShapeTensor))
+    if torch.is_grad_enabled():
+        for x in inputs:  # a loop, because a generator takes twice as long
+            if isinstance(x, ShapeTensor) and x.node is not None:
+                return True
+    return False
 
 
 def make(

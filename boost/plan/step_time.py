@@ -78,17 +78,6 @@ class PassTime:
         self.hidden = self.hidden[0] + times * other.hidden[0], self.hidden[1] + times * other.hidden[1]
         self.waits = self.waits[0] + times * other.waits[0], self.waits[1] + times * other.waits[1]
 
-    def room(self, overlap: float, shared: bool) -> tuple[float, float]:
-        """(forward, backward) seconds in which DP collectives can hide: the fraction `overlap` of the device's compute time.
-
-        If TP or CP collectives use the same link (`shared`), the time in which those hide is subtracted, because collectives on one
-        link do not overlap each other.
-        """
-        hidden = self.hidden if shared else (0.0, 0.0)
-        forward = overlap * (self.forward - self.waits[0]) - hidden[0]
-        backward = overlap * (self.backward - self.waits[1]) - hidden[1]
-        return max(forward, 0.0), max(backward, 0.0)
-
     def wait(self, seconds: float) -> None:
         """Adds time spent waiting for the host, a third of it in the forward pass."""
         self.parts[HOST] += seconds

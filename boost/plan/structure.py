@@ -23,13 +23,34 @@ MAX_CACHED = 20_000
 """Limit of every cache that is keyed by sections of the configuration."""
 
 
+def altered(section: _Section, **values: object) -> _Section:
+    """A copy with other values of fields, none of which selects the class. A search makes tens of thousands, and pydantic's
+    `model_copy` takes three times as long."""
+    made = object.__new__(type(section))
+    object.__setattr__(made, "__dict__", section.__dict__ | values)
+    object.__setattr__(made, "__pydantic_fields_set__", section.__pydantic_fields_set__ | values.keys())
+    object.__setattr__(made, "__pydantic_extra__", None)
+    object.__setattr__(made, "__pydantic_private__", None)
+    return made
+
+
+@functools.lru_cache(MAX_CACHED)
+def without(parallel: ParallelConfig, name: str) -> ParallelConfig:
+    """The section with "none" for overlap or shard."""
+    return altered(parallel, **{name: "none"})
+
+
 @functools.lru_cache(MAX_CACHED)
 def traced(section: _Section) -> _Section:
     """The section with its UNTRACED fields reset to their defaults. Equal results are one object, so that caches find it fast."""
-    usual = type(section)()
-    untraced = [name for name, info in type(section).model_fields.items() if UNTRACED in info.metadata]
-    reset = section.model_copy(update={name: getattr(usual, name) for name in untraced})
-    return _interned(reset)
+    return _interned(altered(section, **_usual(type(section))))
+
+
+@functools.cache
+def _usual(kind: type[Section]) -> dict[str, object]:
+    """The defaults of UNTRACED fields."""
+    usual = kind()
+    return {name: getattr(usual, name) for name, info in kind.model_fields.items() if UNTRACED in info.metadata}
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -39,7 +60,7 @@ def _interned(section: _Section) -> _Section:
 
 def traced_config(config: Config) -> Config:
     """Resets UNTRACED fields to their defaults."""
-    return config.model_copy(update={"parallel": traced(config.parallel), "train": traced(config.train)})
+    return altered(config, parallel=traced(config.parallel), train=traced(config.train))
 
 
 class StoredTensor(NamedTuple):
@@ -119,6 +140,16 @@ class HeldTensors:
         return Counter(tensor._replace(unit=None) for tensors in ordered for tensor in tensors)
 
     @functools.cached_property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for processes that store equal tensors of one model under one layout."""
+        alike = (Counter(architecture.first_alike(self.model, n) for n in stage.numbers) for stage in self.stages)
+        return tuple((*each.items(), s.has_embedding, s.has_head) for each, s in zip(alike, self.stages, strict=True))
+
+    def shards(self, parallel: ParallelConfig) -> int:
+        """Number of elements in the first shards of all tensors."""
+        return sum(count * tensor.shard(parallel) for tensor, count in self.counts.items())
+
+    @functools.cached_property
     def factors(self) -> list[FactorTensors]:
         """The factors, by unit."""
         kinds = (architecture.first_alike(self.model, layer) for stage in self.stages for layer in stage.numbers)
@@ -137,15 +168,14 @@ _held = functools.lru_cache(MAX_CACHED)(HeldTensors)
 def _storage(parallel: ParallelConfig) -> ParallelConfig:
     """Reduced to what decides which tensors there are and over which axes they are sharded and summed, whatever the axes' sizes."""
     sharding = {"shard": "full", "dp": 2, "shard_outer": parallel.shard_outer} if parallel.sharded else {}
-    return _interned(traced(parallel).model_copy(update={"cp": 1, "overlap": "none", **sharding}))
+    return _interned(altered(traced(parallel), cp=1, overlap="none", **sharding))
 
 
 @functools.lru_cache(MAX_CACHED)
 def _tensors_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> tuple[StoredTensor, ...]:
     tensors = [_stored(model, parallel, (architecture.embedding(model),))] if stage.has_embedding else []
     for layer in stage.numbers:
-        alike = _block(model, parallel, architecture.first_alike(model, layer))
-        tensors += (tensor._replace(unit=layer) for tensor in alike)
+        tensors += _block(model, parallel, layer)
     if stage.has_head:
         tensors.append(_stored(model, parallel, (architecture.final_norm(model),)))
         if not (model.tied and stage.has_embedding):
@@ -155,8 +185,10 @@ def _tensors_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> t
 
 @functools.lru_cache(MAX_CACHED)
 def _block(model: ModelConfig, parallel: ParallelConfig, layer: int) -> tuple[StoredTensor, ...]:
+    if (alike := architecture.first_alike(model, layer)) != layer:
+        return tuple(tensor._replace(unit=layer) for tensor in _block(model, parallel, alike))
     placement = functools.partial(placement_of, model=model, parallel=parallel)
-    return tuple(_stored(model, parallel, parameters) for parameters in fused_block(model, layer, placement))
+    return tuple(_stored(model, parallel, each)._replace(unit=layer) for each in fused_block(model, layer, placement))
 
 
 @functools.lru_cache(MAX_CACHED)

@@ -14,20 +14,21 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from boost.config.traffic import STATISTIC_TERMS, Collective
 from boost.plan.work import Counted, Work
 
-if TYPE_CHECKING:
-    from boost.plan.shape_tensor import ShapeTensor  # that module imports this one
+ShapeTensor = Any
+"""A `boost.plan.shape_tensor.ShapeTensor`, whose module imports this one."""
 
 _T = TypeVar("_T")
 
-Tensors = Sequence["ShapeTensor"]
-Gradients = Sequence["ShapeTensor | None"]
+Operand: TypeAlias = ShapeTensor | float
+Tensors = Sequence[ShapeTensor]
+Gradients = Sequence[ShapeTensor | None]
 """None: no gradient."""
 Backward = Callable[[Tensors, Tensors], Gradients]
 """(gradients of the outputs, saved tensors) -> gradients of the inputs. A node with one output has its gradient."""
@@ -209,11 +210,11 @@ class Tape:
         """Returns all operations and collectives so far, and when each collective was in flight."""
         return tuple(self.log), tuple(self.collectives), tuple(self.flights)
 
-    def in_flight(self, result: "ShapeTensor") -> None:
+    def in_flight(self, result: ShapeTensor) -> None:
         """Marks `result` as the result of the latest collective."""
         self._in_flight[id(result.storage)] = self.flights[-1].number
 
-    def wait(self, result: "ShapeTensor") -> None:
+    def wait(self, result: ShapeTensor) -> None:
         """Records the wait for the collective with this result."""
         number = self._in_flight.pop(id(result.storage))
         self.flights.append(Flight(len(self.log), number, self.times, waited=True))
@@ -286,20 +287,20 @@ class Tape:
 
     # The backward pass.
 
-    def backward(self, roots: "list[ShapeTensor]", gradients: "list[ShapeTensor]") -> None:
+    def backward(self, roots: list[ShapeTensor], gradients: list[ShapeTensor]) -> None:
         """Runs the backward pass from `roots`, and empties both lists."""
         self.phase = "backward"
         with torch.no_grad():
             self._backward(roots, gradients)
         self.phase = "forward"
 
-    def _backward(self, roots: "list[ShapeTensor]", gradients: "list[ShapeTensor]") -> None:
+    def _backward(self, roots: list[ShapeTensor], gradients: list[ShapeTensor]) -> None:
         waiting = _pending(roots)
         incoming: dict[GraphNode, list[ShapeTensor | None]] = {}
         ready: list[tuple[float, int, GraphNode]] = []
         order = itertools.count()
 
-        def add_gradient(node: GraphNode, index: int, gradient: "ShapeTensor | None") -> None:
+        def add_gradient(node: GraphNode, index: int, gradient: ShapeTensor | None) -> None:
             slots = incoming.setdefault(node, [None] * node.results)
             former = slots[index]
             if gradient is not None and former is not None:
@@ -325,7 +326,7 @@ class Tape:
                     add_gradient(target, index, results[i])
                 results[i] = None
 
-    def _run(self, node: GraphNode, gradients: "list[ShapeTensor | None]") -> "list[ShapeTensor | None]":
+    def _run(self, node: GraphNode, gradients: list[ShapeTensor | None]) -> list[ShapeTensor | None]:
         if node.backward is None:
             if node.number < 0:
                 self.input_gradients += [g for g in gradients if g is not None]
@@ -340,7 +341,7 @@ class Tape:
             return []
         saved = self._saved(node)
         self.place = node.place
-        results = node.backward(cast("list[ShapeTensor]", gradients), saved)
+        results = node.backward(gradients, saved)
         del saved
         node.saved, node.frame = (), None
         return list(results)

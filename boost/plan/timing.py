@@ -25,9 +25,9 @@ from boost.plan.hardware import Hardware, Speeds, collective_seconds, span
 from boost.plan.optimizer import iterations, optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step_time import PassTime, Seconds, StepTime
-from boost.plan.structure import MAX_CACHED, held_tensors, traced
+from boost.plan.structure import MAX_CACHED, HeldTensors, altered, held_tensors, traced, without
 from boost.plan.tape import Operation, work_of
-from boost.plan.trace import PassOps, trace_block, trace_embedding, trace_loss
+from boost.plan.trace import TracedPass, trace_block, trace_embedding, trace_loss
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
 
 PART_OF = {GEMM: step_time.GEMMS, ATTENTION: step_time.ATTENTION_TIME, ATTENTION_BACKWARD: step_time.ATTENTION_TIME}
@@ -60,7 +60,7 @@ def as_stored(config: Config) -> Config:
     the receive buffer and their gradients into the send buffer. These copies move about as many bytes as casts at each use, which
     are counted instead.
     """
-    return config.changed(parallel={"shard": "none"}) if config.parallel.sharded else config
+    return altered(config, parallel=without(config.parallel, "shard")) if config.parallel.sharded else config
 
 
 @functools.lru_cache(MAX_CACHED)
@@ -70,15 +70,16 @@ def kinds_in(model: ModelConfig, train: TrainConfig, stage: Stage) -> Counter[tu
     return Counter((first_alike(model, layer), policies[layer]) for layer in stage.numbers)
 
 
-def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
+def step_work(config: Config, stages: Sequence[Stage], micro_batches: int | None = None) -> Counted:
     """Operations that one process runs once per optimizer step, and gradient accumulation over micro-batches.
 
     For weights with working copies, this includes the casts of weights and gradients, which otherwise belong to a micro-batch.
+    `micro_batches`: their number, if it is not the configuration's.
     """
     parallel, train = config.parallel, config.train
     total: Counted = Counter()
-    dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
-    accumulated = train.global_batch // (parallel.dp * train.micro_batch)
+    dtype, of_step = train.param_dtype, _work_of_step
+    accumulated = micro_batches or train.global_batch // (parallel.dp * train.micro_batch)
     # Gradients are copied into a bucket for an all-reduce; if the bucket has another dtype, they are also copied out of it.
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
     has_copies, narrow = as_stored(config).has_working_copies, ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
@@ -103,6 +104,9 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     if isinstance(config.optim, MuonConfig):
         total.update(_newton_schulz(config, stages))
     return +total
+
+
+_work_of_step = functools.lru_cache(MAX_CACHED)(functools.partial(Work.of, phase="step"))
 
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
@@ -149,10 +153,12 @@ class Predictor:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.on_gpu = hardware.is_gpu
-        self._cache: dict[tuple[object, ...], object] = {}
-        self._groups: dict[tuple[ParallelConfig, TrainConfig], int] = {}
-        """Configurations with the same number share predictions for a micro-batch."""
-        self._group_numbers: dict[tuple[object, ...], int] = {}
+        self._micro_batches: dict[tuple[object, ...], dict[TrainConfig, _Cache]] = {}
+        """Results for one micro-batch, shared by configurations with equal model, TP, layout and micro-batch."""
+        self._shared: dict[tuple[int, int], tuple[dict[TrainConfig, _Cache], object]] = {}
+        """The same results by the identities of [model] and [parallel], which are kept alive."""
+        self._steps: _Cache = {}
+        """Results for the work that is done once per step."""
         self._seconds: dict[Speeds, dict[Operation, float]] = defaultdict(dict)
         """Seconds for operations."""
         self._links: dict[tuple[object, ...], float] = {}
@@ -174,7 +180,7 @@ class Predictor:
             large, dtype = (4096, 4096, 4096), train.compute_dtype
             together, alone = (of.gemm_speed(dtype).flops_per_s(*large) for of in (hardware.speeds, hardware.alone))
             parts[step_time.BUBBLE] *= min(together / alone, 1.0)
-        held = stages(config)[busiest :: parallel.pp]
+        held = held_tensors(config, stages(config)[busiest :: parallel.pp])
         exposed, hidden = self._replicas(config, held, worst, count)
         parts[step_time.REPLICAS] += exposed
         parts[step_time.OPTIMIZER_TIME] += self._step_end(config, held)
@@ -194,75 +200,82 @@ class Predictor:
 
     def _straggling(self, parallel: ParallelConfig) -> float:
         """Time spent waiting for the slowest node, as a fraction of the rest of the step: proportional to log2(nodes)."""
-        nodes = -(-parallel.world_size // self.hardware.per_node)
+        nodes = -(-_processes(parallel) // self.hardware.per_node)
         return self.hardware.straggling * math.log2(nodes)
 
     def passes(self, config: Config) -> Sequence[PassTime]:
         """Times for one micro-batch on each pipeline rank."""
         p, train = config.parallel, config.train
         key = "passes", p.pp, p.virtual, p.split, train.recompute, train.recompute_every, config.captures_passes
-        return self._per_micro_batch(config, key, self._passes, config)
+        shared = self._of_micro_batch(config.model, p, train)
+        return _cached(shared, key, self._passes, config, shared)
 
-    def _passes(self, config: Config) -> Sequence[PassTime]:
+    def _passes(self, config: Config, shared: "_Cache") -> Sequence[PassTime]:
         times, split = dict[tuple[object, ...], PassTime](), stages(config)
         ranks = [split[rank :: config.parallel.pp] for rank in range(config.parallel.pp)]
-        keys = [kinds_of(config, held) for held in ranks]
+        keys = [tuple(_kind(config.model, config.train, stage) for stage in held) for held in ranks]
         for key, held in zip(keys, ranks, strict=True):
             if key not in times:
-                times[key] = self._pass(config, held)
+                times[key] = self._pass(config, held, shared)
         return [times[key] for key in keys]
 
     def lower_bound(self, config: Config) -> float:
         """A cheap lower bound on `predict`.
 
         With a pipeline, leaves out DP collectives and the optimizer, and assumes equal stages. With overlapped halves, leaves out
-        TP and CP collectives, because computing two halves takes at least as long as computing one whole micro-batch.
+        TP and CP collectives, because computing two halves takes at least as long as computing one whole micro-batch, and launches
+        each operation of a block twice.
         """
-        parallel, train = config.parallel, config.train
+        model, parallel, train, hardware = config.model, config.parallel, config.train, self.hardware
         hides, slower = parallel.overlap != "none", 1 + self._straggling(parallel)
-        if hides:
-            config = config.changed(parallel={"overlap": "none"})
-        if parallel.pp == 1:
-            held = stages(config)
+        count = train.global_batch // (parallel.dp * train.micro_batch)
+        if parallel.pp == 1 and not hides:
             (worst,) = self.passes(config)
+            total = worst.total
+        else:
+            unsplit = without(parallel, "overlap") if hides else parallel
+            shared = self._of_micro_batch(model, unsplit, train)
+
+            def of_all() -> tuple[PassTime, int]:
+                """A pass of the whole model without overlap, and the operations that two halves launch."""
+                stage, other = whole(model), altered(config, parallel=unsplit)
+                result = self._blocks_and_ends(other, [stage], shared)
+                ends = _cached(shared, (True, True), self._ends, other, stage)
+                return result, 2 * result.calls - ends.calls
+
+            worst, calls = _cached(shared, ("whole model", train.recompute, train.recompute_every), of_all)
             if hides:
                 forward, backward = worst.forward - worst.waits[0], worst.backward - worst.waits[1]
                 worst = replace(worst, forward=forward, backward=backward, waits=(0.0, 0.0))
-            count = train.global_batch // (parallel.dp * train.micro_batch)
+            host = hardware.host_us.in_pass(config, hardware.device) * 1e-6 if self.on_gpu else 0.0
+            total = max(worst.total, host * (calls if hides else worst.calls))
+            if total > worst.total:
+                # Each pass takes at most this long, and leaves room for other collectives.
+                worst = PassTime(forward=total, backward=total)
+        if parallel.pp == 1:
+            held = held_tensors(config, stages(config))
             exposed, _ = self._replicas(config, held, worst, count)
-            return (
-                slower * (count * worst.total + exposed + self._step_end(config, held)) + self.hardware.step_ms * 1e-3
-            )
-        key = "blocks and ends", train.recompute, train.recompute_every
-        all_of_it = self._per_micro_batch(config, key, self._blocks_and_ends, config)
-        total = slower * (all_of_it.total - hides * sum(all_of_it.waits))
-        count = train.global_batch // (parallel.dp * train.micro_batch)
-        if self.hardware.alone is not None:
+            return slower * (count * total + exposed + self._step_end(config, held)) + hardware.step_ms * 1e-3
+        total *= slower
+        if hardware.alone is not None:
             return count * total / parallel.pp
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
 
-    def _blocks_and_ends(self, config: Config) -> PassTime:
-        """Times for one micro-batch through the whole model, as if no stage waited for another."""
-        result = PassTime()
-        for (layer, policy), count in kinds_in(config.model, config.train, whole(config.model)).items():
-            result.add(self._per_micro_batch(config, (layer, policy), self._block, config, layer, policy), count)
-        for stage in (Stage(0, 2), Stage(1, 2)):
-            key = (stage.has_embedding, stage.has_head)
-            result.add(self._per_micro_batch(config, key, self._ends, config, stage), 1)
-        return result
-
-    def _speeds(self, config: Config) -> Speeds:
-        return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
-
-    def _pass(self, config: Config, held: Sequence[Stage]) -> PassTime:
-        """Times for one micro-batch through all stages of one pipeline rank."""
+    def _blocks_and_ends(self, config: Config, held: Sequence[Stage], shared: "_Cache") -> PassTime:
+        """Times for one micro-batch through these stages, without sends."""
         result = PassTime()
         for stage in held:
             for (layer, policy), count in kinds_in(config.model, config.train, stage).items():
-                result.add(self._per_micro_batch(config, (layer, policy), self._block, config, layer, policy), count)
-            result.add(
-                self._per_micro_batch(config, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1
-            )
+                result.add(_cached(shared, (layer, policy), self._block, config, layer, policy), count)
+            result.add(_cached(shared, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1)
+        return result
+
+    def _speeds(self, config: Config) -> Speeds:
+        return self.hardware.speeds_of(min(_processes(config.parallel), self.hardware.per_node))
+
+    def _pass(self, config: Config, held: Sequence[Stage], shared: "_Cache") -> PassTime:
+        """Times for one micro-batch through all stages of one pipeline rank."""
+        result = self._blocks_and_ends(config, held, shared)
         self._add_sends(config, held, result)
         # On a GPU, the host launches kernels and collectives ahead of time; the device waits if the host is slower.
         issuing = self.hardware.host_us.in_pass(config, self.hardware.device) * 1e-6 * result.calls
@@ -274,29 +287,27 @@ class Predictor:
 
     def _ends(self, config: Config, stage: Stage) -> PassTime:
         stored = as_stored(config)
-        runs: list[PassOps] = [trace_embedding(stored)] if stage.has_embedding else []
+        runs: list[TracedPass] = [trace_embedding(stored)] if stage.has_embedding else []
         runs += [trace_loss(stored, self.on_gpu)] if stage.has_head else []
         return self._pass_time(config, runs)
 
     def _add_sends(self, config: Config, held: Sequence[Stage], result: PassTime) -> None:
         """Adds the sends before the first and after the last block of each stage."""
-        model, train = config.model, config.train
-        tokens = train.micro_batch * train.seq_len // config.parallel.cp
-        for stage in held:
-            if stage.count == 1:
-                continue
+        model, shared = config.model, self._of_micro_batch(config.model, config.parallel, config.train)
+        for stage in (stage for stage in held if stage.count > 1):
             gated = has_latent_gate(model, stage.numbers[0]), has_latent_gate(model, stage.numbers[-1])
             key = "sends", stage.has_embedding, stage.has_head, *gated
-            sent = self._per_micro_batch(config, key, self._sends, config, stage, tokens)
+            sent = _cached(shared, key, self._sends, config, stage)
             # Each pass of a micro-batch waits for one receive and one send.
             waits = 2 * sent["pp forward"], 2 * sent["pp backward"]
             result.add(PassTime(defaultdict(float, {step_time.PIPELINE: sum(waits)}), *waits, waits=waits), 1)
 
-    def _sends(self, config: Config, stage: Stage, tokens: int) -> Seconds:
+    def _sends(self, config: Config, stage: Stage) -> Seconds:
+        tokens = config.train.micro_batch * config.train.seq_len // config.parallel.cp
         made_with = config.model, config.parallel, tokens, config.train.compute_dtype, stage
         return self._sums(config, [c for phase in ("forward", "backward") for c in stage_sends(phase, *made_with)])
 
-    def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
+    def _pass_time(self, config: Config, runs: Sequence[TracedPass]) -> PassTime:
         """Time for operations in sequence, and for waiting for collectives."""
         log = [operation for run in runs for operation in run.log]
         # Cached device seconds for each operation, multiplied by how often the operation runs.
@@ -342,7 +353,7 @@ class Predictor:
             result[_name(collective)] += self._sent(config, collective)
         return result
 
-    def _exposed(self, config: Config, runs: Sequence[PassOps], priced: Mapping[Operation, float]) -> Seconds:
+    def _exposed(self, config: Config, runs: Sequence[TracedPass], priced: Mapping[Operation, float]) -> Seconds:
         """Seconds by axis and phase in which computation waits for collectives.
 
         Collectives run one at a time, in the order in which they start. While the device computes, they progress at the fraction
@@ -365,16 +376,16 @@ class Predictor:
                     arrivals[flight.number] = busy_until = max(now, busy_until) + flight.times * took
         return result
 
-    def _replicas(self, config: Config, held: Sequence[Stage], worst: PassTime, count: int) -> tuple[float, float]:
+    def _replicas(self, config: Config, held: HeldTensors, worst: PassTime, count: int) -> tuple[float, float]:
         """(exposed, hidden) seconds per step for DP collectives: gradients and sharded weights."""
         parallel, per_node = config.parallel, self.hardware.per_node
         inside = {axis: span(axis, parallel, per_node).inside for axis in ("tp", "cp", "dp")}
         # Collectives within a node and between nodes use different links.
         shared = inside["dp"] or not (inside["tp"] and inside["cp"])
-        room = worst.room(self.hardware.overlap, shared)
+        room = room_in(worst, self.hardware.overlap, shared)
         # FSDP in a pipeline gathers for each micro-batch, but all its gathers have phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
-        sums = self._per_step(config, ("replicas", kinds_of(config, held), gathered), self._replica_sums, config, held)
+        sums = _cached(self._steps, ("replicas", gathered, *_step(config, held)), self._replica_sums, config, held)
         # Gradient reductions overlap one backward pass; ZeRO-1's gathers, one forward pass. FSDP in a pipeline overlaps all passes.
         cover = room[1] if parallel.shard == "none" else sum(room)
         if parallel.shard == "full" and parallel.pp > 1:
@@ -384,24 +395,23 @@ class Predictor:
             exposed += count * max(sums[phase] - hides, 0.0)
         return exposed, sums["step"] + count * (sums["forward"] + sums["backward"]) - exposed
 
-    def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
+    def _replica_sums(self, config: Config, held: HeldTensors) -> Seconds:
         """Seconds for DP collectives by phase: per micro-batch, or once per step."""
         sums: Seconds = defaultdict(float)
-        tensors = held_tensors(config, held)
-        counts = Counter(gradient_collectives(config, tensors))
-        for collective, times in gathers(config, tensors):
+        counts = Counter(gradient_collectives(config, held))
+        for collective, times in gathers(config, held):
             counts[collective] += times
         for collective, times in counts.items():
             sums[collective.phase] += times * self._sent(config, collective)
         return sums
 
-    def _step_end(self, config: Config, held: Sequence[Stage]) -> float:
+    def _step_end(self, config: Config, held: HeldTensors) -> float:
         """Seconds between the last backward pass and the next step. Work is linear in the number of micro-batches."""
         accumulated = config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
-        (seconds, calls, sent), (seconds_of_two, calls_of_two, _) = self._per_step(
-            config,
-            ("once", kinds_of(config, held)),
-            lambda: [self._once_per_step(config, held, count) for count in (1, 2)],
+        (seconds, calls, sent), (seconds_of_two, calls_of_two, _) = _cached(
+            self._steps,
+            ("once", *_step(config, held)),
+            lambda: [self._once_per_step(config, held.stages, count) for count in (1, 2)],
         )
         seconds += (accumulated - 1) * (seconds_of_two - seconds)
         issuing = self.hardware.host_us.step * 1e-6 * (calls + (accumulated - 1) * (calls_of_two - calls))
@@ -409,54 +419,59 @@ class Predictor:
 
     def _once_per_step(self, config: Config, held: Sequence[Stage], micro_batches: int) -> tuple[float, float, float]:
         """(device seconds, operations, seconds of the optimizer's collectives) per step of `micro_batches` micro-batches."""
-        train, parallel = config.train, config.parallel
-        batch = parallel.dp * train.micro_batch * micro_batches
-        work = step_work(config.changed(train={"global_batch": batch}), held)
-        whole = optimizer_collectives(config, held[0].index % parallel.pp) if config.optim.whole_factors else ()
+        speeds, work = self._speeds(config), step_work(config, held, micro_batches)
+        whole = optimizer_collectives(config, held[0].index % config.parallel.pp) if config.optim.whole_factors else ()
         sent = sum(self._sent(config, collective) for collective in whole)
-        speeds = self._speeds(config)
         return sum(times * speeds.seconds(operation) for operation, times in work.items()), work.total(), sent
 
-    def _per_micro_batch(
-        self, config: Config, key: tuple[object, ...], function: Callable[..., _T], *arguments: object
-    ) -> _T:
-        """Caches `function` for one micro-batch. Configurations with equal model, TP, layout and micro-batch share the result."""
-        groups = config.parallel, config.train
-        if groups not in self._groups:
-            self._groups[groups] = self._group_numbers.setdefault(self._group(*groups), len(self._group_numbers))
-        return self._lookup((config.model, self._groups[groups], key), function, arguments)
-
-    def _group(self, p: ParallelConfig, train: TrainConfig) -> tuple[object, ...]:
-        """What a micro-batch depends on: traced fields, how groups are spread over nodes, and how many processes run on each."""
-        per_node, per_site = self.hardware.per_node, self.hardware.per_site
-        places: tuple[object, ...] = (
-            *(span(axis, p, per_node) for axis in ("tp", "cp", "pp")),
-            min(p.world_size, per_node),
-        )
-        if per_site is not None:
-            places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
-        return traced(p), traced(train), places
-
-    def _per_step(self, config: Config, key: tuple[object, ...], function: Callable[..., _T], *arguments: object) -> _T:
-        """Caches `function` for work that is done once per step, independently of the micro-batch."""
-        p, train = config.parallel, config.train
-        shared = p.layout, p.tp, p.dp, p.cp, p.pp, p.shard, p.shard_outer
-        dtypes = train.compute_dtype, train.param_dtype, train.working_copies
-        return self._lookup((config.model, shared, dtypes, key), function, arguments)
-
-    def _lookup(self, key: tuple[object, ...], function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
-        if key not in self._cache:
-            self._cache[key] = function(*arguments)
-        return cast(_T, self._cache[key])
+    def _of_micro_batch(self, model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> "_Cache":
+        """The results for one micro-batch that this configuration shares. They depend on the model, traced fields, how groups are
+        spread over nodes, and how many processes run on each."""
+        key = id(model), id(p)  # hashes of sections cost more than most of what is looked up
+        if key not in self._shared:
+            per_node, per_site = self.hardware.per_node, self.hardware.per_site
+            places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(_processes(p), per_node))
+            if per_site is not None:
+                places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
+            self._shared[key] = self._micro_batches.setdefault((model, traced(p), places), {}), (model, p)
+        return self._shared[key][0].setdefault(traced(train), {})
 
 
-def kinds_of(config: Config, held: Sequence[Stage]) -> tuple[tuple[object, ...], ...]:
-    """What the times of these stages depend on."""
-    return tuple(_kind(config.model, config.train, stage) for stage in held)
+def room_in(passing: PassTime, overlap: float, shared: bool) -> tuple[float, float]:
+    """(forward, backward) seconds in which DP collectives can hide: the fraction `overlap` of the device's compute time.
+
+    If TP or CP collectives use the same link (`shared`), the time in which those hide is subtracted, because collectives on one
+    link do not overlap each other.
+    """
+    hidden = passing.hidden if shared else (0.0, 0.0)
+    forward = overlap * (passing.forward - passing.waits[0]) - hidden[0]
+    backward = overlap * (passing.backward - passing.waits[1]) - hidden[1]
+    return max(forward, 0.0), max(backward, 0.0)
+
+
+_Cache = dict[tuple[object, ...], object]
+
+
+def _cached(cache: _Cache, key: tuple[object, ...], function: Callable[..., _T], *arguments: object) -> _T:
+    if key not in cache:
+        cache[key] = function(*arguments)
+    return cast(_T, cache[key])
+
+
+def _processes(p: ParallelConfig) -> int:
+    return p.pp * p.dp_cp * p.tp
+
+
+def _step(config: Config, held: HeldTensors) -> tuple[object, ...]:
+    """What the work that is done once per step depends on."""
+    p, train = config.parallel, config.train
+    dtypes = train.compute_dtype, train.param_dtype, train.working_copies
+    return config.model, p.layout, p.tp, p.dp, p.cp, p.pp, p.shard, p.shard_outer, *dtypes, held.kind
 
 
 @functools.lru_cache(MAX_CACHED)
 def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[object, ...]:
+    """What the time of a micro-batch in a stage depends on."""
     gates = (has_latent_gate(model, stage.numbers[end]) for end in (0, -1))
     return tuple(kinds_in(model, train, stage).items()), stage.has_embedding, stage.has_head, *gates
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from boost.config.architecture import first_alike
-from boost.config.schema import Config, ModelConfig, RecomputeName
+from boost.config.schema import Config, RecomputeName
 from boost.config.stages import Stage
 from boost.config.traffic import Collective
 from boost.models import kernels
@@ -32,24 +32,13 @@ from boost.plan.work import Counted
 
 
 @dataclass(frozen=True)
-class PassOps:
-    """Operations for one micro-batch in one block, the loss or the embedding, on one process."""
+class TracedPass:
+    """Operations and memory for one micro-batch in one block, the loss or the embedding, on one process; sizes in bytes."""
 
     log: tuple[Operation, ...]
     collectives: tuple[Collective, ...]
     flights: tuple[Flight, ...]
     """Starts of collectives and waits for them."""
-
-    @functools.cached_property
-    def work(self) -> Counted:
-        """Counts how often each operation runs."""
-        return work_of(self.log)
-
-
-@dataclass(frozen=True)
-class TracedPass(PassOps):
-    """Operations and memory in a pass; sizes in bytes."""
-
     saved: tuple[tuple[str, int], ...]
     """(category, bytes) of each tensor saved for the backward pass, except latents from the previous block."""
     input_bytes: int
@@ -67,6 +56,11 @@ class TracedPass(PassOps):
     """Bytes of each latent from the previous block that this block keeps alive; 0 for any other."""
     latents_saved: tuple[bool, ...] = ()
     """Whether each latent for the next block is in `saved`."""
+
+    @functools.cached_property
+    def work(self) -> Counted:
+        """Counts how often each operation runs."""
+        return work_of(self.log)
 
     @functools.cached_property
     def by_category(self) -> Counter[str]:
@@ -90,13 +84,10 @@ def trace_block(config: Config, layer: int, policy: RecomputeName, on_gpu: bool 
 
 def pass_of_block(config: Config, layer: int, on_gpu: bool = False) -> TracedPass:
     """Trace of block `layer` under the configuration's policy. Identical blocks are traced once."""
-    policy = config.train.recompute_by_layer(config.model.layers)[layer]
-    return trace_block(config, alike(config.model, layer), policy, on_gpu)
-
-
-def alike(model: ModelConfig, layer: int) -> int:
-    """Returns the block to trace for block `layer`. With latent gates, the last block differs: no later block uses its latents."""
-    return layer if model.has_latent_gates and layer + 1 == model.layers else first_alike(model, layer)
+    model, policy = config.model, config.train.recompute_by_layer(config.model.layers)[layer]
+    # With latent gates, the last block differs: no later block uses its latents.
+    differs = model.has_latent_gates and layer + 1 == model.layers
+    return trace_block(config, layer if differs else first_alike(model, layer), policy, on_gpu)
 
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:

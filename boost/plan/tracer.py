@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,20 +30,14 @@ from boost.parallel.mesh import Axis, Mesh
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records
-from boost.plan.structure import MAX_CACHED, traced
+from boost.plan.structure import MAX_CACHED
 from boost.plan.tape import Gradients, GraphNode, Tape, Tensors
 from boost.plan.work import REDUCE, SILU, SILU_BACKWARD, STREAM
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Stands in for a process group. Its name holds the axis and the size, which the rules for collectives read."""
-
-    group_name: str
-
-
 def _axis(name: str, size: int) -> Axis:
-    return Axis(0, size, _Group(f"{name} {size}") if size > 1 else None)  # type: ignore[arg-type]
+    """The name of its process group holds the axis and the size, which the rules for collectives read."""
+    return Axis(0, size, SimpleNamespace(group_name=f"{name} {size}") if size > 1 else None)  # type: ignore[arg-type]
 
 
 # The modules of a model under a layout, built by the runtime's code on the meta device. `parallel` is `traced`.
@@ -85,7 +79,7 @@ class Tracer:
         """Tokens in one part."""
         model = config.model
         self.tape = Tape(self.tokens, max(model.dim, model.heads_dim, model.ffn_dim, model.vocab_size // p), p)
-        self.layout = _layout_of(model, traced(config.parallel))
+        self.layout = _layout_of(model, config.parallel)
 
     def new(self, shape: Shape, dtype: torch.dtype, category: str) -> ShapeTensor:
         self.tape.scope = category
@@ -105,13 +99,13 @@ class Tracer:
 
     def block(self, layer: int) -> TransformerBlock:
         """Block `layer`, with weights for this trace."""
-        block = _block_of(self.model, traced(self.parallel), layer)
+        block = _block_of(self.model, self.parallel, layer)
         self._attach_weights(block)
         return block
 
     def ends(self, stage: Stage) -> Decoder:
         """The parts of a stage other than its blocks, with weights for this trace."""
-        ends = _ends_of(self.model, traced(self.parallel), stage)
+        ends = _ends_of(self.model, self.parallel, stage)
         self._attach_weights(ends)
         return ends
 
@@ -135,15 +129,16 @@ class Tracer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Intercepts torch functions and autograd functions."""
-        usual = loss.chunks, documents.last_queries
+        usual = loss.chunks, documents.last_queries, Flow.add
         try:
             torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
             loss.chunks, documents.last_queries = self._chunks, _last_queries
+            Flow.add = _add  # type: ignore[assignment, method-assign]
             with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
         finally:
             torch.autograd.Function.apply = _USUAL_APPLY  # type: ignore[method-assign]
-            loss.chunks, documents.last_queries = usual
+            loss.chunks, documents.last_queries, Flow.add = usual  # type: ignore[method-assign]
 
     def _chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
         """Replaces `loss.chunks`: runs only one of several identical chunks, and counts it once for each of them."""
@@ -257,11 +252,12 @@ def _apply(cls: Any, *inputs: object) -> Any:
     tape, grad = sized[0].tape, records(*inputs)
     ctx, place = _Ctx(inputs), tape.place
     tape.place = "norm" if cls is RMSNorm else place
+    if not grad:
+        results = cls.forward(ctx, *inputs)
+        tape.place = place
+        return results
     with torch.no_grad():
         results = cls.forward(ctx, *[x.without_graph() if isinstance(x, ShapeTensor) else x for x in inputs])
-    tape.place = place if not grad else tape.place
-    if not grad:
-        return results
     several = isinstance(results, tuple)
     made = list(results) if several else [results]
     saved = [x for x in ctx.saved_tensors if x is not None]
@@ -318,7 +314,7 @@ class TracedLayout:
         return self._layout.down(wide, group)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
-        return self._at(group.shape.name, self._layout.leave, _ResidualFlow(flow), partial, group)
+        return self._at(group.shape.name, self._layout.leave, flow, partial, group)
 
     def _at(self, place: str, run: Callable[..., Iterable[None]], *arguments: object) -> Iterator[None]:
         self._tape.place = place
@@ -327,20 +323,9 @@ class TracedLayout:
             self._tape.place = place
 
 
-class _ResidualFlow:
-    """A flow whose updates to the residual stream are recorded under 'residual'."""
-
-    def __init__(self, flow: Flow) -> None:
-        self.__dict__["_flow"] = flow
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._flow, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._flow, name, value)
-
-    def add(self, update: Any) -> None:
-        tape = update.tape
-        place, tape.place = tape.place, "residual"
-        self._flow.add(update)
-        tape.place = place
+def _add(flow: Flow, update: Any) -> None:
+    """Replaces `Flow.add`: updates of the residual stream are recorded under 'residual'."""
+    tape = update.tape
+    place, tape.place = tape.place, "residual"
+    flow.x = flow.x + update
+    tape.place = place

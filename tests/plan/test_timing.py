@@ -6,7 +6,7 @@ from boost.config.load import from_tree, load
 from boost.config.schema import Config
 from boost.plan.hardware import Hardware, HostTime, load_hardware
 from boost.plan.step_time import BUBBLE, HOST, SPREADS, PassTime, fit_probability, spread_of, unpublished
-from boost.plan.timing import Predictor, predict
+from boost.plan.timing import Predictor, predict, room_in
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Seconds of one stage and micro-batch."""
@@ -37,10 +37,10 @@ def seven(*words: str) -> Config:
 def test_collectives_hide_behind_computation_only() -> None:
     """Only compute time hides collectives, not waiting; on a shared link, time in which TP collectives hide is not available."""
     one = PassTime(forward=10.0, backward=20.0, waits=(2.0, 5.0), hidden=(1.0, 3.0))
-    assert one.room(1.0, shared=False) == (8.0, 15.0)
-    assert one.room(1.0, shared=True) == (7.0, 12.0)
-    assert one.room(0.5, shared=True) == (3.0, 4.5)
-    assert one.room(0.1, shared=True) == (0.0, 0.0)
+    assert room_in(one, 1.0, shared=False) == (8.0, 15.0)
+    assert room_in(one, 1.0, shared=True) == (7.0, 12.0)
+    assert room_in(one, 0.5, shared=True) == (3.0, 4.5)
+    assert room_in(one, 0.1, shared=True) == (0.0, 0.0)
 
 
 def test_replicas_and_tp_share_a_port_between_nodes() -> None:
