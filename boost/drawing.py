@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -95,3 +96,60 @@ def write(figure: "Figure", path: Path) -> None:
 def compact(svg: str) -> str:
     """The same picture without the line breaks that matplotlib writes after every point and element."""
     return re.sub(r">\s+<", "><", re.sub(r'(?<= d=")[^"]*', lambda points: " ".join(points[0].split()), svg))
+
+
+# Diagrams.
+
+WIDTH, MARGIN = 900.0, 26.0
+
+
+class Canvas:
+    """A page of boxes, lines and text, in pixels."""
+
+    def __init__(self, height: float, title: str, subtitle: str) -> None:
+        self.figure = pyplot().figure(figsize=(WIDTH / 100, height / 100), facecolor=PAPER)
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+        self.axes.axis("off")
+        self.text(title, MARGIN, 42, 20, bold=True, room=WIDTH - 2 * MARGIN)
+        self.text(subtitle, MARGIN, 65, 13, MUTED, room=WIDTH - 2 * MARGIN)
+
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none", *, radius: float = 0.0,
+        alpha: float = 1.0, line: float = 1.0, hatch: str = "",
+    ) -> None:  # fmt: skip
+        """Draws a rectangle. `alpha`: opacity of the fill. `hatch`: color of the hatching; empty: none."""
+        from matplotlib.colors import to_rgba
+        from matplotlib.patches import FancyBboxPatch
+
+        style = f"round,pad=0,rounding_size={radius}" if radius else "square,pad=0"
+        face = "none" if fill == "none" else to_rgba(fill, alpha)
+        looks: list[dict[str, Any]] = [{"facecolor": face, "edgecolor": edge, "linewidth": 0.72 * line}]
+        if hatch:
+            looks.append({"facecolor": "none", "edgecolor": hatch, "hatch": "////", "linewidth": 0})
+        for look in looks:
+            self.axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, **look))
+
+    def line(
+        self, points: Sequence[tuple[float, float]], color: str, *, arrow: bool = False, alpha: float = 1.0
+    ) -> None:
+        """Draws a line through points, optionally with an arrowhead at its end."""
+        style = {"color": color, "alpha": alpha, "zorder": 1}  # as for boxes, so that later shapes are on top
+        self.axes.plot(*zip(*points, strict=True), linewidth=1.1, solid_joinstyle="miter", **style)
+        if arrow:
+            self.axes.plot(*points[-1], marker="<", markersize=5, markeredgewidth=0, **style)
+
+    def text(
+        self, words: str, x: float, y: float, size: float = 12.0, color: str = INK, align: str = "left", *,
+        bold: bool = False, room: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Draws text on a baseline, in a smaller size if it would not fit in `room`. Assumes letters 0.56 em wide."""
+        words = words.replace(" x ", " \u00d7 ").replace("$", r"\$")
+        if room:
+            size = min(size, room / ((0.62 if bold else 0.56) * len(words)))
+        weight = "bold" if bold else "normal"
+        self.axes.text(x, y, words, fontsize=0.72 * size, color=color, ha=align, va="baseline", fontweight=weight)
+
+    def write(self, path: Path) -> None:
+        """Writes the picture in the format that the suffix of `path` selects."""
+        write(self.figure, path)

@@ -13,22 +13,10 @@ from pathlib import Path
 import facts
 
 from boost.config import Config, load
+from boost.drawing import INK, MARGIN, MUTED, PAPER, WIDTH, Canvas
 from boost.plan.categories import LATENTS, RESIDUAL, WIDE
 from boost.plan.inspection import Inspection, inspect
-from boost.plan.pictures import (
-    BAR,
-    COLORS,
-    FORWARD,
-    INK,
-    LINE,
-    MARGIN,
-    MUTED,
-    PAPER,
-    WIDTH,
-    Canvas,
-    DiagramRow,
-    block_rows,
-)  # fmt: skip
+from boost.plan.pictures import BAR, COLORS, FORWARD, PATH, BlockCanvas, DiagramRow, block_rows
 from boost.plan.trace import pass_of_block
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
@@ -69,7 +57,7 @@ def layouts_picture() -> None:
     heights = [max(sum(row_height(row) + 8 for row in part) for part in parts) for parts in zip(*columns, strict=True)]
     top = 120.0
     bottom = top + sum(heights)
-    canvas = Canvas(
+    canvas = BlockCanvas(
         bottom + 172,
         "One block under four layouts: what one of 4 TP ranks holds, and what it sends",
         "7B shape: d = 4096, f = 11008, r = 1024; T = 16,384 tokens, bf16. "
@@ -110,7 +98,7 @@ def row_height(row: DiagramRow) -> float:
     return words if row.boxes else words + 2 + row.size[1]
 
 
-def column_part(canvas: Canvas, rows: Sequence[DiagramRow], x: float, y: float, height: float, color: str) -> None:
+def column_part(canvas: BlockCanvas, rows: Sequence[DiagramRow], x: float, y: float, height: float, color: str) -> None:
     """Draws the rows of one column between two aligned rows, with unused space spread evenly."""
     middle = x + COLUMN / 2
     spare = (height - sum(row_height(row) + 8 for row in rows)) / max(len(rows), 1)
@@ -192,7 +180,7 @@ def chain(canvas: Canvas, steps: Sequence[tuple[str, str, int]], y: float, color
     for index, (words, detail, collective) in enumerate(steps):
         width = unit * (1.35 if collective else 1.0)
         if index:
-            canvas.line([(left - gap, y + 28), (left, y + 28)], LINE)
+            canvas.line([(left - gap, y + 28), (left, y + 28)], PATH)
         fill, ink, muted, edge = (*FORWARD, "#d0d5dd", "none") if collective else (PAPER, INK, MUTED, color)
         canvas.box(left, y, width, 56, fill, edge, radius=5)
         canvas.text(words, left + width / 2, y + 24, 12.5, ink, "center", bold=True, room=width - 8)

@@ -6,7 +6,6 @@ run, and the same command resumes them.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +81,25 @@ def facts_of(experiment: str, config: Config, **numbers: Any) -> Facts:
     return {"experiment": experiment, "environment": environment(config), "config": config.model_dump(), **numbers}
 
 
+COLUMNS = 132
+"""Longest line of numbers, except for a list."""
+
+
 def write_numbers(path: Path, numbers: object) -> None:
-    """Writes JSON with one line for each innermost list or object."""
-    inner = re.compile(r"(?<=[\[{])\n\s*([^\[\]{}]*?)\n\s*(?=[\]}])")
-    text = inner.sub(lambda match: re.sub(r"\n\s*", " ", match[1]), json.dumps(numbers, indent=1))
-    path.write_text(text + "\n", encoding="utf-8")
+    """Writes JSON in which each list of numbers, and each object that fits, is on one line."""
+    path.write_text(_json(numbers) + "\n", encoding="utf-8")
+
+
+def _json(value: object, indent: int = 0) -> str:
+    line, start = json.dumps(value), "\n" + " " * (indent + 1)
+    if indent + len(line) <= COLUMNS or not isinstance(value, dict | list):
+        return line
+    if isinstance(value, dict):
+        items = (f"{json.dumps(key)}: {_json(item, indent + 1)}" for key, item in value.items())
+        return f"{{{start}{f',{start}'.join(items)}\n{' ' * indent}}}"
+    if not any(isinstance(item, dict | list) for item in value):
+        return line
+    return f"[{start}{f',{start}'.join(_json(item, indent + 1) for item in value)}\n{' ' * indent}]"
 
 
 def save_section(out: Path, facts: Facts, section: Section) -> None:

@@ -29,6 +29,7 @@ from benchmarks.experiments.contest import Call, refuse_zeros, spread, take_turn
 from benchmarks.experiments.official import published
 from benchmarks.experiments.peers import HF, HF_COMPILED, hugging_face, of_family
 from benchmarks.experiments.plain import FORMS, PlainStep, mean_loss, plain_step
+from benchmarks.experiments.results import write_numbers
 from benchmarks.experiments.shares import without_the_others
 from boost.config import Config, load
 from boost.config.schema import CompileName, ParallelConfig
@@ -338,7 +339,7 @@ def main() -> int:
         found = measure(contest, args)
         done.setdefault(args.piece, {})[contest.name] = found
         done["environment"] = environment(load("demo", ["--parallel.tp=1"]))
-        args.out.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+        write_numbers(args.out, done)
         times = {name: 1e3 * spread(seconds).median for name, seconds in found["seconds"].items()}
         for name, each in times.items():
             print(

@@ -1,7 +1,6 @@
 """Times every element-wise kernel of the model in isolation, eager and compiled: seconds, and GB/s for the bytes it must move."""
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.results import write_numbers
 from boost.measure.speed import synchronize
 from boost.models import kernels
 from boost.models.kernels import KERNELS
@@ -96,7 +96,7 @@ def main() -> int:
         found.append(row)
         eager, compiled = (f"{row[key] * 1e6:8.1f} us" for key in ("eager_s", "inductor_s"))
         print(f"{name:<20} eager {eager}, compiled {compiled}, {row['compiled_gb_s']:7.1f} GB/s", flush=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_numbers(args.out, found)
     return 0
 
 

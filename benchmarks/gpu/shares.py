@@ -4,7 +4,6 @@ Nothing is sent (`benchmarks.experiments.shares`), so this times the work betwee
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.experiments.results import write_numbers
 from benchmarks.experiments.shares import share_prediction, without_the_others
 from boost.config import load
 from boost.config.architecture import flops_per_token
@@ -101,7 +101,7 @@ def main() -> int:
                 f"{layout:<12} micro-batch {micro_batch}: {rows[-1]['median_s'] * 1e3:.1f} ms, MFU {rows[-1]['mfu']:.1%}",
                 flush=True,
             )
-            args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            write_numbers(args.out, rows)
     return 0
 
 

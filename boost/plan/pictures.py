@@ -12,23 +12,22 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from boost import drawing
 from boost.config.architecture import GroupSpec, groups
 from boost.config.traffic import ALL_TO_ALL, Collective, statistic_columns
-from boost.drawing import PAPER
+from boost.drawing import MARGIN, MUTED, PAPER, WIDTH, Canvas
 from boost.format import format_bytes
 from boost.layouts import local_shape, num_shards, placement_of
 from boost.plan.inspection import Inspection
 
 COLORS = ("#3b6cb3", "#23877a", "#a8690f", "#a44f80")
 HUES = (*COLORS, "#6b7a2c", "#7a5fb0", "#b5533c", "#4c8fb8", "#8a7a5c", "#5c6470", "#9aa3b2")
-INK, MUTED, LINE = "#1f2937", "#667085", "#c3cad5"
+PATH = "#c3cad5"
+"""Color of the lines between tensors."""
 FORWARD, BACKWARD = ("#344054", PAPER), ("#dde3ec", "#344054")
 """(fill color, text color) for a collective."""
 
-WIDTH, MARGIN, GUTTER, ROW_GAP, PIECE_GAP, ELLIPSIS = 900.0, 26.0, 208.0, 9.0, 3.0, 26.0
+GUTTER, ROW_GAP, PIECE_GAP, ELLIPSIS = 208.0, 9.0, 3.0, 26.0
 BAR, MAX_PANELS = 22.0, 4
 
 UNIT = 70.0
@@ -84,52 +83,8 @@ class DiagramRow:
         return max(self.size[1], 16.0 + 14.0 * len(self.details))
 
 
-class Canvas:
-    """A page of boxes, lines and text, in pixels."""
-
-    def __init__(self, height: float, title: str, subtitle: str) -> None:
-        self.figure = drawing.pyplot().figure(figsize=(WIDTH / 100, height / 100), facecolor=PAPER)
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
-        self.axes.axis("off")
-        self.text(title, MARGIN, 42, 20, bold=True, room=WIDTH - 2 * MARGIN)
-        self.text(subtitle, MARGIN, 65, 13, MUTED, room=WIDTH - 2 * MARGIN)
-
-    def box(
-        self, x: float, y: float, width: float, height: float, fill: str, edge: str = "none", *, radius: float = 0.0,
-        alpha: float = 1.0, line: float = 1.0, hatch: str = "",
-    ) -> None:  # fmt: skip
-        """Draws a rectangle. `alpha`: opacity of the fill. `hatch`: color of the hatching; empty: none."""
-        from matplotlib.colors import to_rgba
-        from matplotlib.patches import FancyBboxPatch
-
-        style = f"round,pad=0,rounding_size={radius}" if radius else "square,pad=0"
-        face = "none" if fill == "none" else to_rgba(fill, alpha)
-        looks: list[dict[str, Any]] = [{"facecolor": face, "edgecolor": edge, "linewidth": 0.72 * line}]
-        if hatch:
-            looks.append({"facecolor": "none", "edgecolor": hatch, "hatch": "////", "linewidth": 0})
-        for look in looks:
-            self.axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, **look))
-
-    def line(
-        self, points: Sequence[tuple[float, float]], color: str, *, arrow: bool = False, alpha: float = 1.0
-    ) -> None:
-        """Draws a line through points, optionally with an arrowhead at its end."""
-        style = {"color": color, "alpha": alpha, "zorder": 1}  # as for boxes, so that later shapes are on top
-        self.axes.plot(*zip(*points, strict=True), linewidth=1.1, solid_joinstyle="miter", **style)
-        if arrow:
-            self.axes.plot(*points[-1], marker="<", markersize=5, markeredgewidth=0, **style)
-
-    def text(
-        self, words: str, x: float, y: float, size: float = 12.0, color: str = INK, align: str = "left", *,
-        bold: bool = False, room: float = 0.0,
-    ) -> None:  # fmt: skip
-        """Draws text on a baseline, in a smaller size if it would not fit in `room`. Assumes letters 0.56 em wide."""
-        words = words.replace(" x ", " \u00d7 ").replace("$", r"\$")
-        if room:
-            size = min(size, room / ((0.62 if bold else 0.56) * len(words)))
-        weight = "bold" if bold else "normal"
-        self.axes.text(x, y, words, fontsize=0.72 * size, color=color, ha=align, va="baseline", fontweight=weight)
+class BlockCanvas(Canvas):
+    """A page with tensors and collectives."""
 
     def tensor(self, piece: DiagramTensor, x: float, y: float, color: str, rank: int, parts: int) -> None:
         """Draws the outline of the whole tensor, and fills shard `rank` of `parts`, hatched if its gradient is a partial sum."""
@@ -157,10 +112,6 @@ class Canvas:
         self.box(x, y, width, BAR, fill, radius=5)
         self.text(words, x + width / 2, y + 15, 12, ink, "center", room=width - 12)
 
-    def write(self, path: Path) -> None:
-        """Writes the picture in the format that the suffix of `path` selects."""
-        drawing.write(self.figure, path)
-
 
 # One block.
 
@@ -185,7 +136,7 @@ def draw_block(inspection: Inspection, name: str, path: Path) -> None:
     rows, top = list(block_rows(inspection)), 128.0
     tops = list(itertools.accumulate((row.height + ROW_GAP for row in rows[:-1]), initial=top))
     bottom = tops[-1] + rows[-1].height
-    canvas = Canvas(bottom + 94, " · ".join(title), subtitle)
+    canvas = BlockCanvas(bottom + 94, " · ".join(title), subtitle)
     last = [processes - 1] if processes > MAX_PANELS else []
     panels, width = [*range(min(processes, MAX_PANELS) - len(last)), *last], panel_width(processes)
     middles = [
@@ -257,7 +208,7 @@ def _paths(
         for row, y, size in zip(rows, tops, sizes, strict=True)
     ]
     for (_, start), (stop, _) in itertools.pairwise(ends):
-        canvas.line([(middle, start), (middle, stop)], LINE)
+        canvas.line([(middle, start), (middle, stop)], PATH)
     edge = middle + min(width / 2 - 11, 145)
     stops = [(row, y) for row, y in zip(rows, tops, strict=True) if row.residual]
     for (row, y), (_, end) in itertools.pairwise(stops):
@@ -482,6 +433,6 @@ def draw_grid(
         canvas.text(label, MARGIN, y + 25, 13)
         for column, (words, kind) in enumerate(cells):
             fill, ink = (hue[kind], PAPER) if kind else (PAPER, MUTED)
-            canvas.box(left + column * width + 3, y + 3, width - 6, line - 6, fill, LINE, radius=4, line=1.0)
+            canvas.box(left + column * width + 3, y + 3, width - 6, line - 6, fill, PATH, radius=4, line=1.0)
             canvas.text(words, left + column * width + 12, y + 25, 13, ink, room=width - 20)
     canvas.write(path)

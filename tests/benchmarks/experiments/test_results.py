@@ -30,17 +30,14 @@ def test_invalid_results_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "none.json")
 
 
-def test_numbers_are_written_with_a_line_for_each_innermost_list_or_object(tmp_path: Path) -> None:
-    numbers = {
-        "times": [[1, 2.5], [3, None]],
-        "spread": {"low": 1, "high": 2},
-        "words": ["a  [b]", "{\n}", "c, d"],
-        "none": [],
-    }
+def test_objects_that_fit_and_lists_of_numbers_are_lines(tmp_path: Path) -> None:
+    many, words = list(range(100)), {"a": ["{\n}"] * 4, "b": [], "none": None}
+    numbers = {"rounds": many, "spread": {"low": 1, "high": [2, 3]}, "both": [many, words], "deep": {"x": {"y": many}}}
     write_numbers(tmp_path / "x.json", numbers)
-    text = (tmp_path / "x.json").read_text()
-    assert json.loads(text) == numbers
-    assert ' "spread": {"low": 1, "high": 2},\n' in text and "  [1, 2.5],\n" in text
+    lines = (tmp_path / "x.json").read_text().splitlines()
+    assert json.loads("\n".join(lines)) == numbers
+    assert f' "rounds": {many},' in lines and ' "spread": {"low": 1, "high": [2, 3]},' in lines
+    assert f"  {json.dumps(words)}" in lines and len(lines) == 13
 
 
 @pytest.mark.parametrize(("key", "value"), [("cpu", "another"), ("cores", 640), ("gpus", ["H200"])])
