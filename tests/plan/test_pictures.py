@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from boost import drawing
 from boost.config import load
 from boost.config.traffic import Collective
-from boost.plan import pictures
 from boost.plan.inspection import Inspection, inspect
 from boost.plan.pictures import block_rows, draw_block, draw_grid
 from tests.matrices import one_in
@@ -22,13 +22,13 @@ PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a drawing function, and returns its figure instead of writing it."""
     figures: list[Any] = []
-    monkeypatch.setattr(pictures.drawing, "write", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(drawing, "write", lambda figure, path: figures.append(figure))
 
     def draw(function: Callable[..., None], *arguments: Any) -> Any:
         function(*arguments, Path("none.svg"))
         figure = figures.pop()
         figure.canvas.draw()
-        pictures.drawing.pyplot().close(figure)
+        drawing.pyplot().close(figure)
         return figure
 
     return draw
