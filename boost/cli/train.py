@@ -77,8 +77,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     # Handle signals before importing torch, which takes several seconds.
-    with StopRequest() as request:
-        return _run(args, *check(args), request)
+    with StopRequest():
+        return _run(args, *check(args))
 
 
 def check(args: argparse.Namespace) -> tuple[Config, list[Fault]]:
@@ -93,19 +93,19 @@ def check(args: argparse.Namespace) -> tuple[Config, list[Fault]]:
 
 def train_config(config: Config) -> int:
     """Trains a configuration from its latest checkpoint, or from the start. Returns the exit code. Raises BoostError."""
-    with StopRequest() as request:
-        return _run(argparse.Namespace(resume="auto", start_from=None, restart=False), config, [], request)
+    with StopRequest():
+        return _run(argparse.Namespace(resume="auto", start_from=None, restart=False), config, [])
 
 
-def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
+def _run(args: argparse.Namespace, config: Config, faults: list[Fault]) -> int:
     try:
-        return _check_and_train(args, config, faults, request)
+        return _check_and_train(args, config, faults)
     except StoppedError as stop:
         print(f"stopped by {stop} during startup, before the first step; nothing was lost")
         return 0
 
 
-def _check_and_train(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
+def _check_and_train(args: argparse.Namespace, config: Config, faults: list[Fault]) -> int:
     import torch
 
     from boost.train.launch import Supervise, can_fork, launch, under_torchrun
@@ -128,8 +128,6 @@ def _check_and_train(args: argparse.Namespace, config: Config, faults: list[Faul
     work = (config, args.resume, args.start_from, faults, args.restart)
     if not launches:
         return train_process(*work)
-    if request.requested:
-        raise StoppedError(request.name)
     supervise: Supervise | None = None
     if config.run.recovery == "in-step":  # the launcher restarts replicas
         from boost.elastic.supervise import Supervisor

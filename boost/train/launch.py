@@ -34,7 +34,14 @@ from boost.machine import available_cores
 from boost.text import printable_text
 from boost.train.failures import FailureReport, read_reports, root_cause
 from boost.train.heartbeat import process_name, read_beats
-from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interrupt, caught_signals, mute_closed_streams
+from boost.train.signals import (
+    SECOND_INTERRUPT_S,
+    STOP_SIGNALS,
+    StopRequest,
+    answer_interrupt,
+    caught_signals,
+    mute_closed_streams,
+)
 from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
@@ -95,9 +102,9 @@ def launch(
 
     `supervise`: starts and watches the processes. By default, all of them end after one fails.
 
-    Raises the BoostError of the process that failed first, TrainingError if a process is killed or loses its
-    connections, and KeyboardInterrupt if an interrupt ends a process. For a bug in `entry`, prints the traceback once,
-    keeps it in log_dir/rank{r}.log, and returns 1.
+    Raises StoppedError if an open StopRequest has caught a signal, the BoostError of the process that failed first,
+    TrainingError if a process is killed or loses its connections, and KeyboardInterrupt if an interrupt ends a process. For a
+    bug in `entry`, prints the traceback once, keeps it in log_dir/rank{r}.log, and returns 1.
     """
     if nproc < 1:
         raise ConfigError(f"--nproc = {nproc} must be at least 1; smallest valid value: 1")
@@ -105,6 +112,7 @@ def launch(
         spec = LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s, holds_signals)
         spec.stop_file.write_text(NO_STOP, encoding="ascii")
         with _omp_threads(nproc), _forward_signals(spec, forks) as signals:
+            StopRequest.require_none()  # from here on, signals are forwarded
             failed = _run(spec, signals, "fork" if forks else "spawn", supervise)
         if failed:
             return _raise_root_cause(spec, failed, read_reports(spec.folder), signals)

@@ -70,6 +70,12 @@ class StopRequest:
         StopRequest, which a forked process inherits, does not apply to it."""
         cls.announces, cls._open = False, None
 
+    @classmethod
+    def require_none(cls) -> None:
+        """Raises StoppedError if the open StopRequest has caught a stop signal."""
+        if cls._open is not None and cls._open.requested:
+            raise StoppedError(cls._open.name)
+
     def __enter__(self) -> "StopRequest":
         self._outer, StopRequest._open = StopRequest._open, self
         if self._outer is not None:
@@ -134,8 +140,7 @@ class StopRequest:
 def until_stopped(items: Iterable[Item]) -> Iterator[Item]:
     """Yields the items. Raises StoppedError as soon as the open StopRequest has caught a stop signal."""
     for item in items:
-        if (request := StopRequest._open) and request.requested:
-            raise StoppedError(request.name)
+        StopRequest.require_none()
         yield item
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from boost.errors import BoostError, ConfigError, ExcludedError, StorageError, TrainingError
+from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.train import launch as launcher
 from boost.train.failures import FailureReport, failure_report, read_reports, root_cause
 from boost.train.launch import can_fork, launch, under_torchrun
@@ -308,6 +308,14 @@ def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) 
     assert out == "stopped by SIGTERM during startup or shutdown; existing checkpoints are intact\n"
     assert "Traceback" not in err
     assert not list(tmp_path.glob("stopped?"))
+
+
+def test_a_signal_that_the_caller_has_caught_starts_no_process() -> None:
+    """It may arrive after the caller's last look and before signals are forwarded."""
+    with StopRequest():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StoppedError, match="SIGTERM"):
+            launch(print, (), 2, None)
 
 
 @pytest.mark.parametrize(("entry", "grace"), [(train_until_told, PATIENCE_S), (wait_in_a_collective, 1.0)])
