@@ -1,7 +1,7 @@
 """Commands, checkpoints, `boost prepare` and batches, each next to what a user would write instead.
 
     python -m benchmarks.everyday runs/everyday          # needs 8 GB of disk and 12 GB of memory
-    python -m benchmarks.everyday runs/everyday --only save load
+    python -m benchmarks.everyday runs/everyday --only checkpoints loader
 
 Contenders are interleaved, and files are read from the page cache. Results are medians over the rounds, and ratios are medians of
 each round's ratio, with the lowest and the highest. CPU seconds include child processes. Writes benchmarks/everyday.json, in which

@@ -13,6 +13,7 @@ process would need the copy in shared memory.
 A run whose last save fails loses its weights, so this save is retried and falls back to another folder (`last_save_attempts`).
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -214,7 +215,8 @@ class CheckpointSaver:
     def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
         outcome: SavedCheckpoint | Exception
         if sys.platform == "linux":  # elsewhere, the whole process would be lowered
-            os.nice(NICENESS)
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                os.nice(NICENESS)
         with background_save():
             try:
                 outcome = write_snapshot(folder, snapshot, mesh, self._guard, group)
