@@ -157,7 +157,7 @@ def _leave_groups() -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from boost.parallel.collectives import last_exchanges
+    from boost.parallel.exchange import last_exchanges
     from boost.parallel.mesh import set_timeout
     from tests import toy
 

@@ -88,9 +88,9 @@ def forward_of_a_block(config: Config) -> Footprint:
 
 
 BLOCKS = {
-    "single": Footprint(calls=80, functions=38, files=7),
-    "btp": Footprint(calls=114, functions=49, files=7),
-    "btp-sp": Footprint(calls=122, functions=50, files=8),
+    "single": Footprint(calls=76, functions=35, files=8),
+    "btp": Footprint(calls=104, functions=45, files=10),
+    "btp-sp": Footprint(calls=116, functions=48, files=10),
 }
 """One block's forward pass, by layout; all but single on two processes."""
 
@@ -128,7 +128,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=726, functions=157, files=30)
+STEP = Footprint(calls=710, functions=154, files=31)
 """One step of `boost train` on one process, with its hooks and its look at the lock on the run directory."""
 
 
@@ -140,7 +140,7 @@ def test_a_training_step(store: Path, tmp_path: Path) -> None:
     assert not watch.seen.exceeds(STEP), watch.seen
 
 
-EVENING = 2453
+EVENING = 2580
 """Lines that a reader of the core reads in one evening."""
 
 
@@ -149,11 +149,11 @@ def test_the_core_is_read_in_an_evening() -> None:
     table = page.read_text(encoding="utf-8").partition("Then read, as needed")[0]
     files = [page.parent / link for link in re.findall(r"\]\((\.\./boost/[\w/]+\.py)\)", table)]
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
-    assert len(files) == 10 and lines <= EVENING, (len(files), lines)
+    assert len(files) == 12 and lines <= EVENING, (len(files), lines)
 
 
 CORE = ("models/", "layouts/", "parallel/", "train/step.py", "optim/adamw.py", "config/architecture.py")
-CORE_FILES, CORE_LINES = 35, 6549
+CORE_FILES, CORE_LINES = 36, 6526
 
 
 def test_the_core_is_small() -> None:

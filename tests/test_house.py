@@ -48,11 +48,12 @@ def name_of(file: Path) -> str:
 
 def room_of(name: str) -> str | None:
     """The room of a module. What a layout is stands in its specification, which belongs to the configuration, as does the registry;
-    its runtime is next to it."""
+    its runtime is next to it, or in files for several layouts."""
     if not name.startswith("boost."):
         return None
     room = name.split(".")[1]
-    return "config" if room == "layouts" and ".runtime" not in name else room
+    runs = any(part in name for part in (".runtime", ".single", ".ungrouped"))
+    return "config" if room == "layouts" and not runs else room
 
 
 def wrong_imports(file: Path) -> Iterator[str]:

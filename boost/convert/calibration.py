@@ -16,11 +16,12 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.data.batches import EvaluationBatches
 from boost.data.store import TokenStore
 from boost.layouts import layout_spec
-from boost.layouts.single.runtime import Single
+from boost.layouts.single import Single
 from boost.models.attention import make_context
 from boost.models.block import TransformerBlock, interleave
 from boost.models.decoder import Decoder
-from boost.models.group import Arrived, Flow, LinearGroup, Outputs, Stream
+from boost.models.group import LinearGroup, Outputs
+from boost.models.interface import Arrived, Flow, Stream
 from boost.models.kernels import STATISTIC_DTYPE
 from boost.parallel.mesh import Mesh
 from boost.train.progress import progress

@@ -10,8 +10,7 @@ from boost.config.section import load_plugins
 from boost.layouts.btp.spec import BTPSpec
 from boost.layouts.btp_sp.spec import BTPSPSpec
 from boost.layouts.megatron.spec import MegatronSpec, MegatronSPSpec
-from boost.layouts.single.spec import SingleSpec
-from boost.layouts.spec import LayoutSpec, Placement
+from boost.layouts.spec import LayoutSpec, Placement, SingleSpec
 from boost.layouts.spec import local_shape as local_shape
 from boost.layouts.ulysses.spec import BTPCPSpec, UlyssesSpec
 from boost.layouts.vanilla.spec import VanillaSpec

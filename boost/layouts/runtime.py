@@ -12,15 +12,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from boost.config.architecture import Slot
+from boost.config.architecture import GroupSpec, Slot
 from boost.config.attention import crosses_as_heads, local_heads
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.layouts import LayoutSpec, Placement, spec_of
 from boost.layouts.spec import EXCHANGE, GATHER, GATHER_REPLICATED, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD, Comm
+from boost.layouts.ungrouped import Ungrouped, start_each
 from boost.models.attention import Context, SequenceShare
-from boost.models.group import Flow, LinearGroup
-from boost.models.interface import Layout, Teaching
-from boost.models.kernels import linear, lookup, rms_norm
+from boost.models.group import LinearGroup, Outputs
+from boost.models.interface import NOTHING_IN_FLIGHT, Arrived, Flow, Layout, Teaching
+from boost.models.kernels import StartCollective, UpProject, linear, lookup, rms_norm
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight, features_to_rows, heads_for_each, rows_to_features
 from boost.parallel.loss import cross_entropy, distill_loss, embed_rows
@@ -33,14 +34,6 @@ def layout_for(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Layo
     module, _, name = spec.runtime.partition(":")
     layout: Layout = getattr(importlib.import_module(module), name)(spec, model, parallel, mesh)
     return layout
-
-
-def start_each(comm: Comm, x: Any, **options: Any) -> InFlight:
-    """Starts one collective per tensor, for groups that have a tuple of one per slot (`boost.models.group.Ungrouped`)."""
-    if not isinstance(x, tuple):
-        return collectives.start(comm, x, **options)
-    in_flight = [collectives.start(comm, part, **options) for part in x]
-    return InFlight(lambda: tuple(part.wait() for part in in_flight))  # type: ignore[arg-type,return-value]
 
 
 class ContextAxis:
@@ -144,6 +137,11 @@ class BaseLayout:
     def placement(self, role: str) -> Placement:
         return self.spec.placement(role, self.model, self.parallel)
 
+    def group_class(self, kind: type[Any], shape: GroupSpec) -> type[Any]:
+        if self.grouping or len(shape.slots) == 1:
+            return kind
+        return type(f"Ungrouped{kind.__name__}", (Ungrouped, kind), {})
+
     def crosses_as_heads(self, slot: Slot) -> bool:
         return False
 
@@ -160,6 +158,24 @@ class BaseLayout:
     def norm_and_down(self, x_TD: Tensor, gamma_D: Tensor, group: LinearGroup) -> Tensor:
         """Segment: A norm(x) for whole rows."""
         return group.down(rms_norm(x_TD, gamma_D, self.model.norm_eps))
+
+    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
+        """The linears' second half, for this process's heads or channels."""
+        return group.up(*arrived)
+
+    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        """The linears' first half, for this process's heads or channels: a partial sum, if they are sharded."""
+        return group.down(hidden)
+
+    def update(
+        self, flow: Flow, u_TR: Tensor, group: LinearGroup, start_grad_sum: StartCollective | None = None
+    ) -> tuple[None, ...]:
+        """act and B for complete latents of a group that projects out, and the update of the residual stream."""
+        prev_TR = flow.take() if group.takes_prev else None
+        (update,), kept = group.up_runner(group.up, u_TR, prev_TR, None, start_grad_sum)
+        flow.latents += kept
+        flow.add(update)
+        return NOTHING_IN_FLIGHT
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
         """Each process computes the logits for its own shard of the vocabulary."""
@@ -232,3 +248,9 @@ class TokenSharded(Replicated):
         columns = self.start(EXCHANGE, lookup(flow.x, table, dtype))
         yield
         flow.x = rows_to_features(columns.wait(), self.axis)
+
+    def project(self, h_TR: Any, group: LinearGroup) -> Outputs:
+        """B for gathered latents, if possible as one autograd node, which writes the slots' gradients side by side."""
+        if self.grouping and group.is_hand_written and torch.is_grad_enabled():
+            return UpProject.apply(h_TR, None, False, None, *group.weights()), ()
+        return group.project(h_TR), ()

@@ -285,6 +285,34 @@ class LayoutSpec:
             yield from (("backward", comm) for comm in group)
 
 
+class SingleConfig(ParallelConfig):
+    """No tensor parallelism; in effect for any layout with tp = 1."""
+
+    layout: Literal["single"] = "single"
+
+
+class SingleSpec(LayoutSpec):
+    """No collectives and no sharding."""
+
+    config = SingleConfig
+    runtime = "boost.layouts.single:Single"
+    low_rank = False
+    residual = "replicated"
+    placements: ClassVar[dict[str, Placement]] = {}
+    single_process = True
+
+    def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
+        return WHOLE
+
+    def num_shards(self, parallel: ParallelConfig) -> int:
+        return 1
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        return iter(())
+
+    shards_rank = communicates_at_bottleneck = ends_with_comm = False
+
+
 def local_shape(parameter: Parameter, placement: Placement, processes: int) -> tuple[int, ...]:
     """Shape of a parameter's shard on one TP rank."""
     return tuple(n // processes if i == placement.dim else n for i, n in enumerate(parameter.shape))

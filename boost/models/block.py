@@ -16,6 +16,7 @@ generators call plain functions (segments), which the backward pass can recomput
 Legend: x is the residual stream in the layout's shape.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -26,8 +27,8 @@ from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.models.attention import Context, FusedHeads, KeysValues, KVCache, attend, split_heads
 from boost.models.fused import FusedModule
-from boost.models.group import Arrived, Flow, FusedDense, FusedLinearGroup, Latents, LinearGroup, Stream, kind_of
-from boost.models.interface import Layout
+from boost.models.group import FusedDense, FusedLinearGroup, Latents, LinearGroup
+from boost.models.interface import Arrived, Flow, Layout, Stream
 from boost.models.kernels import gated_product
 from boost.models.recompute import RecomputePolicy, call
 
@@ -123,7 +124,7 @@ class TransformerBlock(FusedModule):
             self.add_fused_param(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
         kind = FusedLinearGroup if model.low_rank else FusedDense
         self.qkv, self.o, self.gate_up, self.down = (
-            kind_of(kind, shape, layout)(model, shape, layer, layout, policy)
+            layout.group_class(kind, shape)(model, shape, layer, layout, policy)
             for shape in architecture.groups(model, layer)
         )
         self.qkv.heads = FusedHeads(model, layer, layout)
@@ -145,9 +146,10 @@ class TransformerBlock(FusedModule):
         """Runs one part of a micro-batch through this block."""
         # If training read the index, each compiled block would need its own graph.
         cache = context.caches[self.layer_index] if context.caches else None
-        yield from attention(layout, flow, context, self.attn_norm, self.qkv, self.o, cache)
-        yield from mlp(layout, flow, self.mlp_norm, self.gate_up, self.down, self.mlp_silu)
-        flow.prev_latents, flow.latents = flow.latents, ()
+        return itertools.chain(
+            attention(layout, flow, context, self.attn_norm, self.qkv, self.o, cache),
+            mlp(layout, flow, self.mlp_norm, self.gate_up, self.down, self.mlp_silu),
+        )
 
     def forward(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
         """Runs the parts of a micro-batch through this block, interleaved. Returns their streams."""
@@ -158,7 +160,7 @@ class TransformerBlock(FusedModule):
     def _run(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
         flows = flows_of(streams, contexts)
         interleave([self.run(layout, *each) for each in zip(flows, contexts, strict=True)], layout.lag)
-        return [Stream(flow.x, flow.prev_latents) for flow in flows]
+        return [Stream(flow.x, flow.latents) for flow in flows]
 
     @property
     def is_plain(self) -> bool:

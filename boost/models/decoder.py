@@ -17,8 +17,8 @@ from boost.config.stages import Stage, whole
 from boost.models.attention import CacheRows, Context, KVCache, NextTokenRows, PromptRows, SequenceShare, make_context
 from boost.models.block import TransformerBlock, flows_of, interleave
 from boost.models.fused import FusedModule, local_kv_heads
-from boost.models.group import Flow, LinearGroup, Stream
-from boost.models.interface import Layout, Teaching
+from boost.models.group import LinearGroup
+from boost.models.interface import Flow, Layout, Stream, Teaching
 from boost.models.recompute import NO_RECOMPUTE, RecomputePolicy
 
 
@@ -252,6 +252,7 @@ class Decoder(FusedModule):
         flight."""
         for block in self._blocks:
             yield from block.run(layout, flow, context)
+            flow.prev_latents, flow.latents = flow.latents, ()
 
     @property
     def _blocks(self) -> Sequence[TransformerBlock]:

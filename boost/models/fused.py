@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from boost.config.architecture import Parameter, Slot
+from boost.config.architecture import GroupSpec, Parameter, Slot
 from boost.layouts import Placement, local_shape
 
 
@@ -20,11 +20,12 @@ class Sharding(Protocol):
     """p, the number of TP processes."""
     num_shards: int
     """Number of shards of heads and channels: p, or 1 if every process computes all of them."""
-    grouping: bool
-    """Whether linears that share an input share one GEMM, one collective, and one tensor of latents."""
 
     def placement(self, role: str) -> Placement:
         """The placement of parameters with this role."""
+
+    def group_class(self, kind: type[Any], shape: GroupSpec) -> type[Any]:
+        """The class for a group of linears: `kind`, or a subclass of it."""
 
     def crosses_as_heads(self, slot: Slot) -> bool:
         """Whether this projection computes all heads for this process's tokens, which are then exchanged, instead of

@@ -1,10 +1,9 @@
-"""The data that flows through the blocks, and groups of dense or low-rank linears that share one input.
+"""Groups of dense or low-rank linears that share one input.
 
 Legend: T tokens; I input width, O output width and R latent width of a group, all local to this process.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,45 +22,6 @@ Latents = tuple[Tensor, ...]
 """Latents, one tensor per group of linears; empty for families that pass none from block to block."""
 Outputs = tuple[Sequence[Tensor], Latents]
 """Outputs of a group of linears, one per slot, and its latents for the next block, if any."""
-Arrived = tuple[Any, ...]
-"""Results of the last collective and what else a layout's next operation needs."""
-
-
-class Stream(NamedTuple):
-    """The data that one block passes to the next. It is a tuple so that torch finds its tensors."""
-
-    x: Tensor
-    """The residual stream, in the layout's shape."""
-    latents: Latents = ()
-    """Latents of the block's groups in forward order."""
-
-
-class Flow:
-    """One part of a micro-batch as it passes through the blocks: the residual stream, and the results of the last collective."""
-
-    def __init__(self, x: Tensor, prev_latents: Latents = (), first_half: "Flow | None" = None) -> None:
-        """`first_half`: for a sequence's second half, the flow of its first half, whose keys it attends to."""
-        self.x = x
-        """The residual stream; before the blocks, the tokens."""
-        self.prev_latents = prev_latents
-        """Queue from which each group in turn takes the latents of the same group in the previous block."""
-        self.latents: Latents = ()
-        """Latents of this block's groups so far, for the next block."""
-        self.arrived: Arrived = ()
-        """The inputs of `Layout.up`, or of attention."""
-        self.first_half = first_half
-        self.keys_values: list[tuple[Tensor, Tensor]] = []
-        """Rotated keys and values [B, K, S, E] of a first half, one entry per block, which the second half takes."""
-
-    def take(self) -> Tensor:
-        """Takes the next tensor from the queue of the previous block's latents."""
-        taken, *rest = self.prev_latents
-        self.prev_latents = tuple(rest)
-        return taken
-
-    def add(self, update: Tensor) -> None:
-        """Adds an update to the residual stream."""
-        self.x = self.x + update
 
 
 class LinearGroup:
@@ -109,6 +69,8 @@ class LinearGroup:
         self.is_one_node = self.low_rank and self.is_hand_written and is_private
         """Whether `up` is one autograd node that saves only the latents. This requires latents that neither depend on the
         previous block's latents nor pass to the next block."""
+        self.up_runner = call if self.is_one_node else policy.local
+        """Runs `up` as a segment of its own, unless it saves only the latents anyway."""
 
     def weights(self) -> Sequence[Tensor]:
         """The weights of `up` (B, or W of a dense group), one per slot, as stored; none if `down` has them all."""
@@ -148,27 +110,6 @@ class LinearGroup:
         parts = h_TR.split(self.ranks, dim=-1) if len(weights) > 1 else (h_TR,)
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(parts, weights, strict=True)]
 
-    def project_in_one_node(self, h_TR: Tensor) -> Sequence[Tensor]:
-        """`project`, if possible as one autograd node, which writes the slots' gradients side by side."""
-        if self.is_hand_written and torch.is_grad_enabled():
-            return UpProject.apply(h_TR, None, False, None, *self.weights())
-        return self.project(h_TR)
-
-    def up_segment(
-        self, u_TR: Tensor, prev_TR: Tensor | None = None, start_grad_sum: StartCollective | None = None
-    ) -> Outputs:
-        """`up` as a segment of its own, unless it is one node, which saves only the latents."""
-        if self.is_one_node:
-            return self.up(u_TR, None, None, start_grad_sum)
-        return self.policy.local(self.up, u_TR, prev_TR)
-
-    def update(self, flow: Flow, u_TR: Tensor, start_grad_sum: StartCollective | None = None) -> None:
-        """Adds B act(u), the update of a group that projects out, to the residual stream."""
-        prev_TR = flow.take() if self.takes_prev else None
-        (update,), kept = self.up_segment(u_TR, prev_TR, start_grad_sum)
-        flow.latents += kept
-        flow.add(update)
-
 
 class Dense(LinearGroup):
     """Linears without a bottleneck. Those that project back to the residual stream have all of W in `down`, the others in `up`."""
@@ -185,43 +126,6 @@ class Dense(LinearGroup):
             return (h_TR,)
         weights = [w_OI.to(h_TR.dtype) for w_OI in self.weights()]
         return linear(h_TR, torch.cat(weights)).split([w_OI.shape[0] for w_OI in weights], dim=-1)
-
-
-class Ungrouped(LinearGroup):
-    """The ablation `parallel.grouping = false`: every slot has its own GEMM and collective. Where a group has one tensor, such as
-    its latents, this one has a tuple with a tensor per slot."""
-
-    def down(self, x: Any, a_RI: Tensor | None = None) -> Any:
-        inputs = x if isinstance(x, tuple) else (x,) * len(self.shape.slots)
-        if not self.low_rank:
-            return inputs
-        return tuple(map(linear, inputs, (self.A if a_RI is None else a_RI).split(self.ranks)))
-
-    def up(self, u: Any, prev_TR: Any = None, scale_T1: Any = None, start_grad_sum: Any = None) -> Any:
-        if self.is_one_node and torch.is_grad_enabled():
-            slots = zip(u, self.weights(), strict=True)
-            return [UpProject.apply(u_Tr, scale_T1, self.silu, start_grad_sum, b_Or)[0] for u_Tr, b_Or in slots], ()
-        scaled: Any = u if scale_T1 is None else tuple(scale(u_Tr, scale_T1) for u_Tr in u)
-        return super().up(scaled, prev_TR)
-
-    def activate(self, u: Any, prev_TR: Tensor | None = None) -> Any:
-        if not self.takes_prev and not self.feeds_next:
-            return tuple(F.silu(u_Tr) if self.silu else u_Tr for u_Tr in u), ()
-        # A latent gate takes all slots.
-        h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR)
-        return tuple(h_TR.split(self.ranks, dim=-1)), kept
-
-    def project(self, h: Any) -> Sequence[Tensor]:
-        return list(map(linear, h, self.weights()))
-
-    project_in_one_node = project  # type: ignore[assignment]
-
-
-def kind_of(kind: Any, shape: architecture.GroupSpec, layout: Sharding) -> Any:
-    """A class of groups, ungrouped if the layout says so."""
-    if layout.grouping or len(shape.slots) == 1:
-        return kind
-    return type(f"Ungrouped{kind.__name__}", (Ungrouped, kind), {})
 
 
 class FusedLinearGroup(LinearGroup, FusedModule):

@@ -1,9 +1,9 @@
-"""A layout's operations, which `boost.models.block` and the decoder call. `boost.layouts` implements them, with one
-folder per layout.
+"""The data that flows through the blocks, and a layout's operations on it, which `boost.models.block` and the decoder call.
+`boost.layouts` implements them, with one folder per layout.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,47 @@ from torch import Tensor
 from boost.layouts import LayoutSpec
 from boost.models.attention import Context, SequenceShare
 from boost.models.fused import Sharding
-from boost.models.group import Arrived, Flow, LinearGroup, Outputs
+from boost.models.group import Latents, LinearGroup, Outputs
+
+Arrived = tuple[Any, ...]
+"""Results of the last collective and what else a layout's next operation needs."""
+
+
+class Stream(NamedTuple):
+    """The data that one block passes to the next. It is a tuple so that torch finds its tensors."""
+
+    x: Tensor
+    """The residual stream, in the layout's shape."""
+    latents: Latents = ()
+    """Latents of the block's groups in forward order."""
+
+
+class Flow:
+    """One part of a micro-batch as it passes through the blocks: the residual stream, and the results of the last collective."""
+
+    def __init__(self, x: Tensor, prev_latents: Latents = (), first_half: "Flow | None" = None) -> None:
+        """`first_half`: for a sequence's second half, the flow of its first half, whose keys it attends to."""
+        self.x = x
+        """The residual stream; before the blocks, the tokens."""
+        self.prev_latents = prev_latents
+        """Queue from which each group in turn takes the latents of the same group in the previous block."""
+        self.latents: Latents = ()
+        """Latents of this block's groups so far, for the next block."""
+        self.arrived: Arrived = ()
+        """The inputs of `Layout.up`, or of attention."""
+        self.first_half = first_half
+        self.keys_values: list[tuple[Tensor, Tensor]] = []
+        """Rotated keys and values [B, K, S, E] of a first half, one entry per block, which the second half takes."""
+
+    def take(self) -> Tensor:
+        """Takes the next tensor from the queue of the previous block's latents."""
+        taken, *rest = self.prev_latents
+        self.prev_latents = tuple(rest)
+        return taken
+
+    def add(self, update: Tensor) -> None:
+        """Adds an update to the residual stream."""
+        self.x = self.x + update
 
 
 class Teaching(NamedTuple):

@@ -304,8 +304,12 @@ class UpProject(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(u_TR, c_T1, *weights)
         ctx.silu, ctx.start_grad_sum = silu, start_grad_sum
+        ends = itertools.accumulate(b_Or.shape[1] for b_Or in weights)
+        ctx.columns = [slice(end - b_Or.shape[1], end) for end, b_Or in zip(ends, weights, strict=True)]
         h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
-        slots = zip(_slots(h_TR, weights) if len(weights) > 1 else (h_TR,), weights, strict=True)
+        # Not a split: compiled code would save a split's results for the backward pass instead of recomputing h.
+        parts = [h_TR[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TR]
+        slots = zip(parts, weights, strict=True)
         return tuple([F.linear(h_Tr, b if b.dtype == u_TR.dtype else b.to(u_TR.dtype)) for h_Tr, b in slots])
 
     @staticmethod
@@ -319,17 +323,10 @@ class UpProject(torch.autograd.Function):
         del dh_TR
         if ctx.start_grad_sum is not None:
             du_TR = ctx.start_grad_sum(du_TR)
-        slots = zip(dy, _slots(h_TR, weights), weights, strict=True)
+        parts = [h_TR[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TR]
+        slots = zip(dy, parts, weights, strict=True)
         dw = [(dy_TO.t() @ h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
         return du_TR, None, None, None, *dw
-
-
-def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    if len(weights) == 1:
-        return [h_TR]
-    # Not a split: compiled code would save a split's results for the backward pass instead of recomputing h.
-    ends = list(itertools.accumulate(b_Or.shape[1] for b_Or in weights))
-    return [h_TR[:, end - b_Or.shape[1] : end] for end, b_Or in zip(ends, weights, strict=True)]
 
 
 class _Lookup(torch.autograd.Function):

@@ -21,8 +21,8 @@ from boost.models import decoder
 from boost.models.attention import KVCache
 from boost.models.block import interleave
 from boost.models.fused import FusedModule
-from boost.models.group import Flow
 from boost.models.init import initialize
+from boost.models.interface import Flow
 from boost.nn.plain import EMBEDDING, call, difference, is_read, stored_parameters
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.sublayers import Block, add_norm, as_spec, uninitialized_linear

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from boost.errors import ConfigError
-from boost.layouts.btp.runtime import OnlineSum
+from boost.layouts.btp.runtime import StartSum, WaitForSum
 from boost.layouts.spec import SUM_BOTH
 from boost.models.kernels import inverse_rms, linear, rms_norm, scale
 from boost.nn.spec import autocast_resolved, tp_axis
@@ -57,7 +57,7 @@ def norm_down_proj(
             latents = linear(rms_norm(rows, gamma, eps), weight)
         else:
             width = axis.size * x.shape[-1]
-            u, s = OnlineSum(rows, weight, gamma, axis, width, eps).wait()
+            u, s = WaitForSum.apply(*StartSum.apply(rows, weight, gamma, axis, width, eps), axis, False)
             latents = scale(u, inverse_rms(s, width, eps))
         latents = once_differentiable(latents)
     parts = latents.split([weight.shape[0] for weight in down_weights], dim=-1)

@@ -14,10 +14,10 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from boost.config.architecture import IGNORED
 from boost.errors import ConfigError
-from boost.layouts.single.runtime import Single
+from boost.layouts.single import Single
 from boost.models.fused import fused_params
-from boost.models.group import Flow, LinearGroup
-from boost.models.interface import NOTHING_IN_FLIGHT, Teaching
+from boost.models.group import LinearGroup
+from boost.models.interface import NOTHING_IN_FLIGHT, Flow, Teaching
 from boost.models.kernels import STATISTIC_DTYPE
 
 WITH_WEIGHT = (nn.Linear, nn.Embedding, nn.RMSNorm)

@@ -19,9 +19,9 @@ from boost.errors import ConfigError
 from boost.models.attention import Context, Heads, make_context
 from boost.models.block import TransformerBlock, attention, interleave, mlp
 from boost.models.fused import FusedModule, Sharding
-from boost.models.group import Dense, Flow, LinearGroup, Stream, kind_of
+from boost.models.group import Dense, LinearGroup
 from boost.models.init import initialize
-from boost.models.interface import Layout
+from boost.models.interface import Flow, Layout, Stream
 from boost.models.kernels import gemms
 from boost.models.latent_gate import LatentGate
 from boost.models.recompute import POLICIES
@@ -146,7 +146,8 @@ class CalledLinears(SeparateLinears):
     def __init__(self, group: SeparateLinears, batch: int) -> None:
         heads = copy.copy(group.heads)
         heads.has_biases = heads.has_norms = False
-        self.__dict__ = {**group.__dict__, "is_one_node": False, "adds_bias": False, "heads": heads}
+        self.__dict__ = {**group.__dict__, "adds_bias": False, "heads": heads}
+        self.is_one_node, self.up_runner = False, self.policy.local
         self._batch = batch
 
     def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
@@ -216,7 +217,7 @@ class Sublayer(FusedModule):
         """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
         prefix, factors = f"layers.{self.layer}", "AB" if self.model.low_rank else "W"
         parameters = zip(*(shape.parameters(prefix, factor) for factor in factors), strict=True)
-        separate = kind_of(SeparateLinears if self.model.low_rank else SeparateDense, shape, self.layout)
+        separate = self.layout.group_class(SeparateLinears if self.model.low_rank else SeparateDense, shape)
         group: SeparateLinears = separate(self, self.spec, self.layer, shape)
         for name, stored in zip(group.names, parameters, strict=True):
             linears = [uninitialized_linear(self.spec, each) for each in stored]
@@ -397,7 +398,6 @@ class Block(TransformerBlock):
             made = sublayer(*_tensors(layout, before, [context]), run=(layout, [context]))
             ((flow.x, latents),) = _streams(made, 1)
             flow.latents += latents
-        flow.prev_latents, flow.latents = flow.latents, ()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """A decoder passes (layout, streams, contexts). Hooks, wrappers and FSDP get the tensors in the streams."""

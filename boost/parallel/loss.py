@@ -15,8 +15,7 @@ from boost.config.architecture import IGNORED
 from boost.config.traffic import chunk_tokens
 from boost.layouts.spec import SCATTER_SUM, SUM_FORWARD, ResidualKind
 from boost.models.fused import FusedParam
-from boost.models.group import Flow
-from boost.models.interface import Teaching
+from boost.models.interface import Flow, Teaching
 from boost.models.kernels import STATISTIC_DTYPE, Kernel, Node, gemm, lookup
 from boost.parallel.collectives import InFlight, all_gather, features_to_rows
 from boost.parallel.mesh import Axis

@@ -20,8 +20,7 @@ from boost.config.traffic import Collective
 from boost.models import kernels
 from boost.models.attention import Context
 from boost.models.block import interleave
-from boost.models.group import Flow, Stream
-from boost.models.interface import Layout
+from boost.models.interface import Flow, Layout, Stream
 from boost.models.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor

@@ -21,8 +21,8 @@ from boost.models.attention import Context
 from boost.models.block import TransformerBlock
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedModule
-from boost.models.group import Arrived, Flow, LinearGroup, Outputs
-from boost.models.interface import Layout
+from boost.models.group import LinearGroup, Outputs
+from boost.models.interface import Arrived, Flow, Layout
 from boost.models.kernels import Kernel, RMSNorm
 from boost.models.recompute import NO_RECOMPUTE
 from boost.parallel import loss

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from boost.errors import ConfigError
 from boost.format import format_bytes
+from boost.layouts.ungrouped import Ungrouped
 from boost.models.attention import CacheRows, NextTokenRows, PromptRows
 from boost.models.decoder import Decoder
 from boost.models.group import FusedLinearGroup
@@ -249,9 +250,11 @@ def prepare_inference(decoder: Decoder, batch: int) -> None:
     for parameter in decoder.parameters():
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(dtype)
-    if not PackedWeight.is_supported(decoder.device, dtype) or not decoder.layout.grouping:
+    if not PackedWeight.is_supported(decoder.device, dtype):
         return
-    groups = [module for module in decoder.modules() if isinstance(module, FusedLinearGroup)]
+    groups = [
+        group for group in decoder.modules() if isinstance(group, FusedLinearGroup) and not isinstance(group, Ungrouped)
+    ]
     if decoder.head_name == "embed":  # lookups need rows
         decoder.head_name = "head"
         decoder.register_parameter("head", nn.Parameter(decoder.embed.detach()))

@@ -18,7 +18,7 @@ from boost.config import Config
 from boost.config.rules import graph_problems
 from boost.errors import ConfigError, TrainingError
 from boost.models.fused import FusedParam
-from boost.parallel.collectives import LastExchange, last_exchanges
+from boost.parallel.exchange import LastExchange, last_exchanges
 from boost.train.hardware import idle_in_graphs
 from boost.train.heartbeat import recorder_unread
 from boost.train.prefetch import HostBatch

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import RunConfig
-from boost.parallel.collectives import last_exchanges
+from boost.parallel.exchange import last_exchanges
 from boost.parallel.mesh import Mesh, set_timeout
 from boost.train.best_effort import best_effort
 from boost.train.rendezvous import launch_dir

@@ -2,7 +2,7 @@
 
 import torch
 
-from boost.layouts.btp.runtime import OnlineSum
+from boost.layouts.btp.runtime import StartSum, WaitForSum
 from boost.models.kernels import row_sum_of_squares
 from tests import toy
 from tests.distributed import run_distributed
@@ -13,7 +13,9 @@ def summed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     axis = toy.mesh(tp=2).tp
     x_TD = (torch.randn(64, 5, generator=torch.Generator().manual_seed(axis.rank)) * 30).to(dtype)
     a_RD, gamma = torch.ones(3, 5, dtype=dtype), torch.ones(5, dtype=dtype)
-    return row_sum_of_squares(x_TD), OnlineSum(x_TD, a_RD, gamma, axis, width=10, eps=1e-6).wait()[1]
+    return row_sum_of_squares(x_TD), WaitForSum.apply(*StartSum.apply(x_TD, a_RD, gamma, axis, 10, 1e-6), axis, False)[
+        1
+    ]
 
 
 def test_a_statistic_is_summed_in_fp32_among_bf16_latents() -> None:

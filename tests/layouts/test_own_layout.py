@@ -99,7 +99,7 @@ def test_an_autograd_function_may_be_defined_where_it_is_used(monkeypatch: pytes
             forward, backward = runtime._Sum.forward, runtime._Sum.backward
 
         yield
-        group.update(flow, Late.apply(partial, self.axis))
+        self.update(flow, Late.apply(partial, self.axis), group)
 
     config = memory_config("cola", {"layout": NAME}, "none", "bfloat16", layers=3)
     usual = trace_block(config, 1, "none")

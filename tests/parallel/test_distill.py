@@ -15,8 +15,7 @@ from boost.measure.exactness import made_up_batches
 from boost.models.block import interleave
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
-from boost.models.group import Flow
-from boost.models.interface import Teaching
+from boost.models.interface import Flow, Teaching
 from boost.parallel.gradients import GradientReducer, StepFlags, launch_step_stats
 from boost.parallel.loss import distill_loss
 from boost.parallel.mesh import Axis, Mesh, share

@@ -4,7 +4,7 @@ One pair of autograd nodes sums over processes in both passes: partial latents i
 pass. So all operations on latents receive partial gradients, and their parameters' gradients are reduced once per optimizer step.
 
 Dividing by sqrt(s/d + eps), where the statistic s is the sum of x^2 over the whole width, commutes with the linear map after it,
-A (gamma * x). Each process's share of s can therefore be sent with its partial sum of A (gamma * x) (`OnlineSum`).
+A (gamma * x). Each process's share of s can therefore be sent with its partial sum of A (gamma * x) (`StartSum`).
 
 Legend: p TP processes, T tokens, D = d/p hidden width on this process, R latent width of a group, s the statistic of RMSNorm.
 """
@@ -21,8 +21,8 @@ from boost.config.traffic import ALL_REDUCE, STATISTIC_TERMS
 from boost.layouts import LayoutSpec
 from boost.layouts.runtime import BaseLayout
 from boost.layouts.spec import GATHER, SUM_BOTH
-from boost.models.group import Arrived, Flow, LinearGroup, Outputs
-from boost.models.interface import NOTHING_IN_FLIGHT
+from boost.models.group import LinearGroup, Outputs
+from boost.models.interface import NOTHING_IN_FLIGHT, Arrived, Flow
 from boost.models.kernels import (
     Node,
     inverse_rms,
@@ -60,16 +60,17 @@ class BTP(BaseLayout):
         if self._is_sync:
             yield from self._enter_sync(flow, gamma, group)
             return
-        options = self.axis, self.model.dim, self.model.norm_eps, group.is_one_node
+        axis, width, eps = self.axis, self.model.dim, self.model.norm_eps
         if self.grouping:
-            sums = OnlineSum(flow.x, group.A, gamma, *options)
+            started = StartSum.apply(flow.x, group.A, gamma, axis, width, eps)
             yield
-            flow.arrived = *sums.wait(), flow.take() if group.takes_prev else None
+            u_TR, s_T = WaitForSum.apply(*started, axis, group.is_one_node)
         else:  # the statistic is sent with every slot
-            each = [OnlineSum(flow.x, a_RD, gamma, *options) for a_RD in group.A.split(group.ranks)]
+            each = [StartSum.apply(flow.x, a_RD, gamma, axis, width, eps) for a_RD in group.A.split(group.ranks)]
             yield
-            latents, statistics = zip(*(sums.wait() for sums in each), strict=True)
-            flow.arrived = latents, statistics[0], flow.take() if group.takes_prev else None
+            sums = [WaitForSum.apply(*started, axis, group.is_one_node) for started in each]
+            u_TR, s_T = tuple(u_Tr for u_Tr, _ in sums), sums[0][1]
+        flow.arrived = u_TR, s_T, flow.take() if group.takes_prev else None
 
     def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """act, then B for this process's heads or channels."""
@@ -91,15 +92,11 @@ class BTP(BaseLayout):
         normed_TD = scale(x_TD, inverse_rms(s_T, self.model.dim, self.model.norm_eps))
         return group.down(normed_TD, (group.A * gamma_D).to(x_TD.dtype))
 
-    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """A for this process's heads or channels: a partial sum."""
-        return group.down(hidden)
-
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum over processes, then act and B for this process's columns of the residual stream."""
         latents = self.start(SUM_BOTH, partial, backward_started=group.is_one_node)
         yield
-        group.update(flow, latents.wait(), self._start_grad_sum)
+        self.update(flow, latents.wait(), group, self._start_grad_sum)
 
     def head_input(self, flow: Flow, gamma: Tensor) -> Iterator[None]:
         """One all-gather of the residual stream (backward: a reduce-scatter), then the final norm of whole rows."""
@@ -112,18 +109,24 @@ class BTP(BaseLayout):
         return self.gathered_logits(self.norm(whole, gamma), head)
 
 
-# RMSNorm across shards.
+# RMSNorm across shards: A norm(x) for a group's factors A. One all-reduce in the forward pass carries the partial latents
+# (gamma x) A^T and the statistic that scales them; another one in the backward pass, the latents' gradient.
+#
+# The payload is flat: the elements of u, then s. In fp32 and fp64, s adds T elements. In bf16, a sum of rounded statistics would
+# lose fp32's precision. Each process therefore writes its s_i into its own slot as three bf16 terms that preserve all 24 bits. The
+# other processes add zeros to it, which is exact, and the p slots are summed in fp32. This adds 3 p T elements.
 
 
-class _StartSum(torch.autograd.Function):
+class StartSum(torch.autograd.Function):
     """forward: x [T, D], A [R, D], gamma [D] -> u = x (A gamma)^T [T, R]; starts the sum of the flat payload (u, then
     s = sum_j x_j^2 [T]) over processes -> (u, in-flight payload); one all-reduce. In eager mode, u is a view of the payload.
-    dgrad: waits for the sum of du that `_WaitForSum` started; dx = du (A gamma) + 2 x ds, with ds = -c^2 / 2d <u, du>,
+    dgrad: waits for the sum of du that `WaitForSum` started; dx = du (A gamma) + 2 x ds, with ds = -c^2 / 2d <u, du>,
     c = (s/d + eps)^(-1/2), from the complete sums u, s and du. ds needs no communication, and is exact for any function of c u.
     wgrad: dA = (du^T x) gamma, dgamma = sum over R of (du^T x) A.
 
     gamma scales the columns of A instead of x, and the backward pass recomputes A gamma, so x is the only activation saved. u is
-    returned only for the autograd graph: its gradient must have the shape of u, not that of the payload.
+    returned only for the autograd graph: its gradient must have the shape of u, not that of the payload. `width`, `eps`: as in
+    `inverse_rms`. The caller must multiply the summed u by the inverse RMS c, and must not use it in any other way.
     """
 
     @staticmethod
@@ -166,10 +169,10 @@ class _StartSum(torch.autograd.Function):
         return dx_TD, da_RD, dgamma_D, None, None, None
 
 
-class _WaitForSum(torch.autograd.Function):
-    """forward: waits for the payload that `_StartSum` started -> the sums (u [T, R], s [T]), as views if possible.
-    dgrad: starts the sum of du over processes, one all-reduce, unless `backward_started`. s has no gradient here: `_StartSum`
-    computes it."""
+class WaitForSum(torch.autograd.Function):
+    """forward: waits for the payload that `StartSum` started -> the sums (u [T, R], s [T]), as views if possible.
+    dgrad: starts the sum of du over processes, one all-reduce, unless `backward_started`: then the consumer of u starts it. s has
+    no gradient here: `StartSum` computes it."""
 
     @staticmethod
     def forward(ctx: Node, u_TR: Tensor, started: Tensor, axis: Axis, backward_started: bool) -> tuple[Tensor, Tensor]:
@@ -181,37 +184,6 @@ class _WaitForSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Node, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         return du_TR if ctx.backward_started else start_plain(ALL_REDUCE, du_TR, ctx.axis), None, None, None
-
-
-class OnlineSum:
-    """A norm(x) for a group's factors A and a sharded width: the in-flight sum, over processes, of the partial latents
-    (gamma x) A^T and of the statistic that scales them.
-
-    Each pass takes one all-reduce; in the forward pass, it also carries the statistic. The payload is flat: the elements of u, then
-    s. In fp32 and fp64, s adds T elements. In bf16, a sum of rounded statistics would lose fp32's precision. Each process therefore
-    writes its s_i into its own slot as three bf16 terms that preserve all 24 bits. The other processes add zeros to it, which is
-    exact, and the p slots are summed in fp32. This adds 3 p T elements.
-    """
-
-    def __init__(
-        self,
-        x_TD: Tensor,
-        a_RD: Tensor,
-        gamma_D: Tensor,
-        axis: Axis,
-        width: int,
-        eps: float,
-        backward_started: bool = False,
-    ) -> None:
-        """`width`, `eps`: as in `inverse_rms`. The caller must multiply the latents by the inverse RMS and must not use them in any
-        other way. `backward_started`: the consumer of the result starts the backward all-reduce itself."""
-        u_TR, started = _StartSum.apply(x_TD, a_RD, gamma_D, axis, width, eps)
-        self._started = u_TR, started, axis, backward_started
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Returns (u, s), summed over processes."""
-        sums: tuple[Tensor, Tensor] = _WaitForSum.apply(*self._started)
-        return sums
 
 
 def _in_slots(s_T: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
@@ -228,5 +200,5 @@ def _unpacked(summed: Tensor, like_TR: Tensor, axis: Axis) -> tuple[Tensor, Tens
     """Summed payload -> (latents [T, R], statistic [T])."""
     slots = 1 if summed.dtype.itemsize >= 4 else axis.size * STATISTIC_TERMS
     latents, tokens = like_TR.numel(), like_TR.shape[0]
-    u, statistic = summed[:latents], summed[latents:]  # not a split: see `_slots` in boost.models.kernels
+    u, statistic = summed[:latents], summed[latents:]  # not a split: see `UpProject` in boost.models.kernels
     return u.view_as(like_TR), statistic if slots == 1 else statistic.view(slots, tokens).to(torch.float32).sum(0)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from boost.layouts.runtime import TokenSharded
-from boost.models.group import Arrived, Flow, LinearGroup, Outputs
+from boost.models.group import LinearGroup, Outputs
+from boost.models.interface import Arrived, Flow
 
 
 class BTPSP(TokenSharded):
@@ -40,16 +41,12 @@ class BTPSP(TokenSharded):
     def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
         """B for this process's heads or channels."""
         if not (group.policy.sharded_latents and torch.is_grad_enabled()):
-            return group.project_in_one_node(*arrived), ()
+            return self.project(arrived[0], group)
         h_TR, kept = group.activate(*arrived)
         return group.project(self.start(self.to_shards, h_TR).wait()), kept
-
-    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """A for this process's heads or channels: a partial sum."""
-        return group.down(hidden)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum, scattered to this process's tokens, then act and the whole B."""
         latents = self.start(self.from_shards, partial)
         yield
-        group.update(flow, latents.wait())
+        self.update(flow, latents.wait(), group)

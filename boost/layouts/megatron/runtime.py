@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from boost.layouts.runtime import Replicated, TokenSharded
-from boost.models.group import Arrived, Flow, LinearGroup, Outputs
+from boost.models.group import LinearGroup
+from boost.models.interface import Flow
 
 
 class Megatron(Replicated):
@@ -25,10 +26,6 @@ class Megatron(Replicated):
         normed = self.start(self.to_shards, group.down(self.norm(flow.x, gamma)))
         yield
         flow.arrived = (normed.wait(),)
-
-    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
-        """Columns of W for this process's heads or channels."""
-        return group.up(*arrived)
 
     def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """Rows of W: a partial sum. With overlapped halves, deferred to `leave`."""

@@ -14,7 +14,8 @@ from boost.config.architecture import Slot
 from boost.layouts.runtime import TokenSharded
 from boost.layouts.spec import EXCHANGE, GATHER_REPLICATED
 from boost.layouts.ulysses.spec import CrossingSpec
-from boost.models.group import Arrived, Flow, LinearGroup, Outputs
+from boost.models.group import LinearGroup, Outputs
+from boost.models.interface import Arrived, Flow
 from boost.models.kernels import linear
 from boost.parallel.collectives import features_to_rows, heads_for_each, rows_to_features
 
@@ -34,7 +35,7 @@ class Ulysses(TokenSharded):
         if not _is_exchanged(group):
             flow.arrived = u_TR, prev_TR
         elif all(group.as_heads):
-            outputs, kept = group.up_segment(u_TR, prev_TR)
+            outputs, kept = group.up_runner(group.up, u_TR, prev_TR)
             flow.latents += kept
             yield from self._exchange(flow, outputs, group)
         else:
@@ -54,7 +55,7 @@ class Ulysses(TokenSharded):
             heads = self.start(GATHER_REPLICATED if self.is_inference else EXCHANGE, partial)
             yield
             partial = group.down(rows_to_features(heads.wait(), self.axis))
-        group.update(flow, partial)
+        self.update(flow, partial, group)
 
     def _exchange(self, flow: Flow, outputs: Sequence[Tensor], group: LinearGroup) -> Iterator[None]:
         """All heads for this process's tokens, [n, p w] per slot -> this process's heads for all tokens."""
@@ -94,7 +95,7 @@ class BTPCP(Ulysses):
         if group.shape.name != "qkv" or all(group.as_heads):
             return super().up(arrived, group)
         if not any(group.as_heads):
-            return group.project_in_one_node(*arrived), ()
+            return self.project(arrived[0], group)
         received = zip(self._split_by_slot(group, arrived), group.weights(), group.as_heads, strict=True)
         return [x if is_done else linear(x, b) for x, b, is_done in received], ()
 
@@ -109,7 +110,7 @@ class BTPCP(Ulysses):
             return
         latents = self.start(self.from_shards, partial)
         yield
-        group.update(flow, latents.wait())
+        self.update(flow, latents.wait(), group)
 
     def _send_latents(self, flow: Flow, u_TR: Tensor, prev_TR: Tensor | None, group: LinearGroup) -> Iterator[None]:
         """Sends act(A norm(x)) for this process's tokens or, for projections that send heads, all of their heads. If a group

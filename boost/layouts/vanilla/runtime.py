@@ -15,7 +15,8 @@ from torch import Tensor
 
 from boost.layouts.runtime import Replicated
 from boost.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_BOTH, SUM_FORWARD
-from boost.models.group import Arrived, Flow, Latents, LinearGroup, Outputs
+from boost.models.group import Latents, LinearGroup, Outputs
+from boost.models.interface import Arrived, Flow
 from boost.models.latent_gate import LatentGate
 from boost.parallel import collectives
 
@@ -89,7 +90,7 @@ class Vanilla(Replicated):
         block, and LayerNorm sums over each whole latent."""
         gate = group.latent_gate
         if gate is None:
-            outputs, kept = group.up_segment(u_TR)
+            outputs, kept = group.up_runner(group.up, u_TR)
         else:
             prev_TR = flow.take()
             if gate.mixes:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from boost.layouts.btp.runtime import BTP
-from boost.models.group import Flow, LinearGroup
+from boost.models.group import LinearGroup
+from boost.models.interface import Flow
 from boost.parallel import collectives
 from boost.parallel.mesh import Axis
 
@@ -31,4 +32,4 @@ class RSAG(BTP):
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         latents = _Sum.apply(partial, self.axis)
         yield
-        group.update(flow, latents)
+        self.update(flow, latents, group)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from boost.layouts.runtime import BaseLayout
-from boost.models.group import Arrived, Flow, LinearGroup, Outputs
-from boost.models.interface import NOTHING_IN_FLIGHT
+from boost.models.group import LinearGroup
+from boost.models.interface import NOTHING_IN_FLIGHT, Flow
 from boost.models.kernels import lookup
 
 
@@ -27,15 +27,7 @@ class Single(BaseLayout):
         flow.arrived = u_TR, flow.take() if group.takes_prev else None
         return NOTHING_IN_FLIGHT
 
-    def up(self, arrived: Arrived, group: LinearGroup) -> Outputs:
-        return group.up(*arrived)
-
-    def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        return group.down(hidden)
-
-    def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterable[None]:
-        group.update(flow, partial)
-        return NOTHING_IN_FLIGHT
+    leave = BaseLayout.update
 
     def head_input(self, flow: Flow, gamma: Tensor) -> Iterable[None]:
         flow.x = self.norm(flow.x, gamma)
