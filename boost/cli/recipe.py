@@ -17,7 +17,7 @@ from boost.config.recipes import HealRecipe, Recipe, find_recipe, heals, recipes
 from boost.errors import ConfigError, DataError
 from boost.files import replace_text
 from boost.format import format_bytes, format_count
-from boost.paths import read_text
+from boost.paths import read_record
 from boost.text import JsonObject
 
 if TYPE_CHECKING:
@@ -247,10 +247,7 @@ def compare(recipe: Recipe, config: Config) -> None:
     whole = final_evaluation(config)
     assert whole is not None
     share, same = tokens_of(config) / tokens_of(recipe.config()), config.model == recipe.config().model
-    try:
-        facts: JsonObject = json.loads(read_text(path))
-    except (OSError, ValueError):
-        facts = {}
+    facts = read_record(path)
     if facts.get("step") != config.train.steps:
         perplexity, tokens = _by_document(config)
         facts = {

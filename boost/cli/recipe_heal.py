@@ -19,8 +19,7 @@ from boost.config.recipes import HealRecipe, tokens_of
 from boost.errors import ConfigError, DataError
 from boost.files import new_folder, replace_text
 from boost.format import format_bytes, format_count
-from boost.paths import read_text
-from boost.text import JsonObject
+from boost.paths import read_record
 
 READERS = ("transformers", "gguf")
 """Packages that read the weights."""
@@ -163,10 +162,7 @@ class Healing:
         """Evaluates the three models, prints a table, and writes it to the run directory. Only prints what is already there."""
         from boost.train.best_effort import best_effort
 
-        try:
-            facts: JsonObject = json.loads(read_text(self.result))
-        except (OSError, ValueError):
-            facts = {}
+        facts = read_record(self.result)
         if facts.get("training_tokens") != tokens_of(self.config):
             models = {"dense": self.dense, "factorized": self.low_rank, "healed": self.run}
             rows = [{"model": name, **self.evaluate(checkpoint)} for name, checkpoint in models.items()]

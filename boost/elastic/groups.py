@@ -217,9 +217,7 @@ class RecoverableGroup(dist.ProcessGroup):
             raise PeersLostError(f"{what}: the membership has ended")
         with self._marked():
             while True:
-                completed = (
-                    work.is_completed()
-                )  # checked first: a wait may time out just before the collective completes
+                completed = work.is_completed()  # checked first: a wait may time out just before the end
                 try:
                     if device.type == "cuda":  # returns immediately; only the stream waits
                         work.wait()

@@ -381,7 +381,7 @@ class Recovery:
 
     def _watch(self) -> None:
         """Detects the end of the membership, in a separate thread, while the main thread computes or waits."""
-        store = self._store if launch_dir() else getattr(self._store, "clone", lambda: self._store)()
+        store = self._store if launch_dir() else self._store.clone()
         coordinator = Coordinator(store, self.slots, 1, self._beats.status)
         excluded_at: float | None = None
         while not self._closed.wait(WATCH_S):
@@ -513,40 +513,35 @@ _KINDS: dict[str, Callable[..., Result]] = {kind.__name__: kind for kind in get_
 
 
 def encode(value: object) -> object:
-    """Encodes an operation's result, or the error that it raised, for processes that are one operation behind."""
+    """Encodes an operation's result, or the error that it raised, for processes that are one operation behind: a scalar as itself,
+    anything else as [type, content]. The content of an unknown type is None."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
-        return {"path": str(value)}
+        return ["Path", str(value)]
     if isinstance(value, BoostError):
-        return {"error": type(value).__name__, "text": str(value)}
+        return [type(value).__name__, str(value)]
     if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [encode(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": {key: encode(each) for key, each in value.items()}}
-    if isinstance(value, Result):
-        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, "fields": fields}
-    return {"unknown": type(value).__name__}
+        return ["list" if isinstance(value, list) else "tuple", [encode(each) for each in value]]
+    if isinstance(value, dict | Result):
+        named = value if isinstance(value, dict) else vars(value)
+        return [type(value).__name__, {name: encode(each) for name, each in named.items()}]
+    return [type(value).__name__, None]
 
 
 def decode(value: Any) -> object:
     """Inverse of `encode`. If the operation raised an error, raises it again."""
-    if not isinstance(value, dict):
+    if not isinstance(value, list):
         return value
-    if "path" in value:
-        return Path(value["path"])
-    if "error" in value:
-        known = getattr(errors, value["error"], TrainingError)
-        raise known(value["text"])
-    if "list" in value:
-        return [decode(each) for each in value["list"]]
-    if "tuple" in value:
-        return tuple(decode(each) for each in value["tuple"])
-    if "dict" in value:
-        return {key: decode(each) for key, each in value["dict"].items()}
-    if "kind" in value:
-        return _KINDS[value["kind"]](**{name: decode(each) for name, each in value["fields"].items()})
-    raise TrainingError(
-        f"a replica was lost during the exchange of a result of type {value['unknown']}; resume with --resume auto"
-    )
+    kind, content = value
+    if isinstance(content, list):
+        parts = [decode(each) for each in content]
+        return tuple(parts) if kind == "tuple" else parts
+    if isinstance(content, dict):
+        named = {name: decode(each) for name, each in content.items()}
+        return _KINDS[kind](**named) if kind in _KINDS else named
+    if kind == "Path":
+        return Path(content)
+    if content is not None:
+        raise getattr(errors, kind, TrainingError)(content)
+    raise TrainingError(f"a replica was lost during the exchange of a result of type {kind}; resume with --resume auto")

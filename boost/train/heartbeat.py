@@ -151,7 +151,7 @@ class StoreBoard:
     """Heartbeats as keys in the run's store, over a separate connection, because the main thread's may be blocked."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store: dist.Store = getattr(store, "clone", lambda: store)()  # older torch releases share the connection
+        self._store: dist.Store = store.clone()
         self._store.set_timeout(timedelta(seconds=SILENCE_S))
 
     def post(self, rank: int, text: str) -> None:

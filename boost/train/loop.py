@@ -17,13 +17,7 @@ from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_corpus
 from boost.data.mixture import Corpus
-from boost.errors import (
-    BoostError,
-    DamagedCheckpointError,
-    NonFiniteError,
-    StorageError,
-    TrainingError,
-)
+from boost.errors import BoostError, DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
@@ -503,9 +497,7 @@ class Trainer:
 
     def notify(self, event: str, *arguments: object) -> list[object]:
         """Calls the method `event` of every hook on this process. Returns their results."""
-        return [
-            self._call(hook, event, *arguments) for hook in list(self.hooks)
-        ]  # a copy, because `add_hooks` may add to it
+        return [self._call(hook, event, *arguments) for hook in list(self.hooks)]  # `add_hooks` may add to it
 
     def _call(self, hook: AnyHook, event: str, *arguments: object) -> object:
         outer = self._main_only_hook

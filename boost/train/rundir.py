@@ -29,7 +29,7 @@ from boost.config import Config, to_toml
 from boost.errors import CheckpointError, ConfigError, StorageError
 from boost.files import replace_text
 from boost.machine import available_cores, cpu_model
-from boost.paths import file_name, read_text
+from boost.paths import file_name, read_record
 from boost.text import JsonObject
 from boost.version import __version__
 
@@ -106,10 +106,10 @@ class RunDirectory:
 
     def recorded_save(self) -> tuple[Path, int] | None:
         """(folder, step) of the newest checkpoint, as recorded; None if no checkpoint was saved here."""
+        values = read_record(self.last_saved)
         try:
-            values = json.loads(read_text(self.last_saved))
             folder, step = Path(values.get("folder", self.checkpoints)), int(values["step"])
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
         return (folder, step) if folder == self.checkpoints or folder.is_absolute() else None
 
@@ -117,12 +117,8 @@ class RunDirectory:
         """Returns this run's id at an experiment tracker: the recorded one or, if none, `proposed`, which it records.
 
         Raises StorageError, or DataError if the id is not a valid file name."""
-        ids: dict[str, str] = {}
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            ids = json.loads(read_text(self.trackers))
-        if not isinstance(ids, dict) or not isinstance(ids.get(tracker, ""), str):
-            ids = {}
-        if tracker not in ids:
+        ids = read_record(self.trackers)
+        if not isinstance(ids.get(tracker), str):
             ids[tracker] = proposed
             with storage_errors(self.path):
                 replace_json(self.trackers, ids)
