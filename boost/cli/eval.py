@@ -103,17 +103,21 @@ def _check_task_flags(args: argparse.Namespace) -> None:
 
 
 def evaluate_process(args: argparse.Namespace) -> int:
-    """Runs the evaluation in one process of the mesh; the main process prints the result."""
+    """Runs the evaluation in one process of the mesh."""
+    from boost.train.rendezvous import close_mesh
+
+    mesh = (_evaluate_tasks if args.tasks else _evaluate_split)(args)
+    mesh.barrier()
+    close_mesh()
+    return 0
+
+
+def _evaluate_split(args: argparse.Namespace) -> "Mesh":
+    """Evaluates the split in this process of the mesh, which it returns; the main process prints the result. Raises BoostError."""
     from boost.data.fit import check_vocabulary
     from boost.data.mixture import Corpus
     from boost.train.evaluate import evaluate
-    from boost.train.rendezvous import close_mesh
 
-    if args.tasks:
-        mesh = _evaluate_tasks(args)
-        mesh.barrier()
-        close_mesh()
-        return 0
     checkpoint, config, mesh, decoder = open_model(args)
     corpus = Corpus.open({args.store: 1.0} if args.store else config.data.sources)
     for store in corpus.stores:
@@ -141,9 +145,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
         elif losses:
             facts |= {f"loss on {name}": loss for name, loss in losses.items()}
         dump(facts, args.json)
-    mesh.barrier()
-    close_mesh()
-    return 0
+    return mesh
 
 
 def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":

@@ -3,7 +3,9 @@
 import argparse
 import itertools
 import json
+import re
 import shlex
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -200,23 +202,11 @@ def launch(report: PlanReport) -> list[str]:
     return lines
 
 
-def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
+def _wrapped(first: str, words: Sequence[str]) -> list[str]:
     """Wraps a command with backslashes. A flag stays on the same line as its value."""
-    pieces: list[str] = []
-    for word in words:
-        quoted = shlex.quote(word)
-        if pieces and pieces[-1].startswith("--") and " " not in pieces[-1]:
-            pieces[-1] += f" {quoted}"
-        else:
-            pieces.append(quoted)
-    lines, line = [], first
-    for piece in pieces:
-        if len(line) + len(piece) > width:
-            lines.append(line + " \\")
-            line = "    " + piece
-        else:
-            line += " " + piece
-    return [*lines, line]
+    command = re.sub(r" (?!--)", "\0", f"{first} {shlex.join(words)}")  # breaks only before flags
+    lines = textwrap.wrap(command, 97, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines).replace("\0", " ").split("\n")
 
 
 def asked_words(args: argparse.Namespace) -> list[str]:

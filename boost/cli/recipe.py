@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from boost.cli.inference import evaluate_heldout
 from boost.cli.recipe_heal import Healing
 from boost.cli.terminal import print_fact, print_rows, result_console
 from boost.config import Config
@@ -249,11 +250,11 @@ def compare(recipe: Recipe, config: Config) -> None:
     share, same = tokens_of(config) / tokens_of(recipe.config()), config.model == recipe.config().model
     facts = read_record(path)
     if facts.get("step") != config.train.steps:
-        perplexity, tokens = _by_document(config)
+        _, result = evaluate_heldout(config.run.dir, config, by_document=True)
         facts = {
             "recipe": recipe.name,
-            "perplexity": perplexity,
-            "heldout_tokens": tokens,
+            "perplexity": result.perplexity,
+            "heldout_tokens": result.tokens,
             "perplexity_of_all_tokens": whole["perplexity"],
             "step": config.train.steps,
             "training_tokens": tokens_of(config),
@@ -282,20 +283,3 @@ def compare(recipe: Recipe, config: Config) -> None:
     out = result_console(140)
     for key, value in rows.items():
         print_fact(out, key, value, COLUMN)
-
-
-def _by_document(config: Config) -> tuple[float, int]:
-    """(perplexity, tokens) for the first seq_len tokens of each held-out document."""
-    from boost.cli.inference import open_model
-    from boost.data.store import TokenStore
-    from boost.train.evaluate import evaluate
-    from boost.train.rendezvous import close_mesh
-
-    args = argparse.Namespace(checkpoint=config.run.dir, tp=1, device=config.run.device)
-    _, opened, mesh, decoder = open_model(args)
-    split, train = TokenStore.open(Path(config.data.store)).split("heldout"), config.train
-    result = evaluate(
-        decoder, split, train.seq_len, train.micro_batch, opened.data.isolate_documents, mesh, by_document=True
-    )
-    close_mesh()
-    return result.perplexity, result.tokens

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from boost.cli.inference import evaluate_heldout
 from boost.cli.terminal import print_fact, print_rows, result_console
 from boost.config import load
 from boost.config.architecture import parameter_count
@@ -179,17 +180,7 @@ class Healing:
 
     def evaluate(self, checkpoint: Path) -> dict[str, object]:
         """Parameters of a checkpoint, and its loss on held-out text in sequences as long as those that heal."""
-        from boost.cli.inference import open_model
-        from boost.data.store import TokenStore
-        from boost.train.evaluate import evaluate
-        from boost.train.rendezvous import close_mesh
-
-        train = self.config.train
-        args = argparse.Namespace(checkpoint=str(checkpoint), tp=1, device=self.config.run.device)
-        _, config, mesh, decoder = open_model(args)
-        split, tokens = TokenStore.open(self.store).split("heldout"), self.recipe.heldout_tokens
-        result = evaluate(decoder, split, train.seq_len, train.micro_batch, False, mesh, tokens)
-        close_mesh()
+        config, result = evaluate_heldout(checkpoint, self.config, isolate=False, max_tokens=self.recipe.heldout_tokens)
         facts = {"heldout_tokens": result.tokens, "loss": result.loss, "perplexity": result.perplexity}
         return {"checkpoint": str(checkpoint), "parameters": parameter_count(config.model), **facts}
 

@@ -1,6 +1,5 @@
 """Prints results for terminals of any width and for pipes: lines wrap at words, and tables that do not fit become lists."""
 
-import gc
 import sys
 import textwrap
 import time
@@ -101,25 +100,19 @@ def _plain(cell: object) -> str:
 def searching(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yields a progress callback (done, total) for a planner search; its bar is on stderr.
 
-    The bar is shown if stderr is a terminal and the search takes longer than a second. Garbage collection is off during
-    the search: it would take a tenth of the time and find nothing, because a search creates no cycles.
+    The bar is shown if stderr is a terminal and the search takes longer than a second.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     terminal = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        hides = not terminal.is_terminal
-        with Progress(*columns, TimeElapsedColumn(), console=terminal, transient=True, disable=hides) as bar:
-            task, begun = bar.add_task(what, total=None, visible=False), time.perf_counter()
+    with Progress(
+        *columns, TimeElapsedColumn(), console=terminal, transient=True, disable=not terminal.is_terminal
+    ) as bar:
+        task, begun = bar.add_task(what, total=None, visible=False), time.perf_counter()
 
-            def tick(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total, visible=time.perf_counter() - begun > 1)
+        def tick(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=time.perf_counter() - begun > 1)
 
-            yield tick
-    finally:
-        if collects:
-            gc.enable()
+        yield tick

@@ -22,21 +22,14 @@ from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.files import replace_text
 from boost.machine import cpu_model
-from boost.measure.speed import (
-    Point,
-    Stopwatch,
-    any_process,
-    attention_points,
-    collective_points,
-    gemm_points,
-    kernel_points,
-)
+from boost.measure.speed import Point, Stopwatch, attention_points, collective_points, gemm_points, kernel_points
 from boost.measure.steps import time_passes
 from boost.parallel.mesh import Mesh
 from boost.plan.hardware import Hardware, HostTime
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
 from boost.text import JsonObject
+from boost.train.agreement import run_on_main
 from boost.train.progress import progress
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
 from boost.train.rundir import storage_errors
@@ -103,7 +96,7 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
                 out.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(out, tomli_w.dumps(profile))
             print(summary(Hardware.model_validate(profile), points, out))
-    refused = any_process(mesh, refused)
+    refused = run_on_main(mesh, lambda: refused)
     mesh.barrier()
     close_mesh()
     return int(refused)
