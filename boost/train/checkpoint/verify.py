@@ -45,7 +45,9 @@ from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, Fi
 from boost.version import __version__
 
 FORMAT: Literal[1] = 1
-DTYPES = ("F64", "F32", "BF16", "F16", "U8")
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8,
+}  # fmt: skip
 """The dtypes that a checkpoint may contain, by safetensors name."""
 SHARDING = "DCP_SHARDING_INFO"
 """Metadata key under which torch.distributed.checkpoint stores the offsets of shards, as a JSON string."""

@@ -420,8 +420,8 @@ def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
 def last_save_attempts(
     folder: Path, fallback: Path | None, minutes: float, urgent: bool
 ) -> list[tuple[Path, float, str]]:
-    """Attempts at a run's last save, until one succeeds: in `folder`, with retries for `minutes`, then in `fallback`. Each is (folder,
-    seconds to wait first, what the user is told before it, after the reason for the previous failure).
+    """Attempts at a run's last save, until one succeeds: in `folder`, with retries for `minutes`, then in `fallback`. Each is a
+    folder, the seconds to wait first, and what the user is told then, after the reason for the previous failure.
 
     `urgent`: the process may be killed soon, so it tries `fallback` before the retries. Attempts specify waits instead
     of times, so that all processes follow them without communication.
