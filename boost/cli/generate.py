@@ -318,7 +318,6 @@ class Generation:
         return text + rest
 
     def _print_text(self, given: list[Prompt], prompt: int, sample: int, before: list[int], tokens: list[int]) -> None:
-        """Prints one of several texts."""
         said, text, samples = given[prompt], continuation(self._tokenizer, before, tokens), self._args.samples
         if self._args.json:
             line: dict[str, object] = {"prompt" if isinstance(said, str) else "messages": said}

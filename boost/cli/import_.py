@@ -36,9 +36,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--dtype", choices=("bfloat16", "float32"), help="dtype of weights (default: as stored; float32 for factors)"
     )
     parser.add_argument(
-        "--untie",
-        action="store_true",
-        help="import embedding and head as two tensors if they are one in DIR",
+        "--untie", action="store_true", help="import embedding and head as two tensors if they are one in DIR"
     )
     parser.add_argument(
         "--allow-nonfinite", action="store_true", help="import weights that are NaN or infinite, and print how many"

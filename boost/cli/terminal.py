@@ -90,7 +90,6 @@ def print_table(console: "Console", table: "Table") -> None:
 
 
 def _plain(cell: object) -> str:
-    """Returns the text of a cell without its style."""
     from rich.text import Text
 
     return cell.plain if isinstance(cell, Text) else str(cell)

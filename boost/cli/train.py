@@ -141,7 +141,6 @@ def _check_and_train(args: argparse.Namespace, config: Config, faults: list[Faul
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """Returns the configuration for the run. Raises ConfigError."""
     if args.distill_from is not None:
         args.overrides = [*args.overrides, "--distill.teacher", args.distill_from]
     if args.start_from is None:

@@ -176,7 +176,6 @@ class RecoverableGroup(dist.ProcessGroup):
         self._backends.clear()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Sets the timeout for collectives that start later."""
         for backend in self._backends.values():
             backend._set_default_timeout(timeout)
 

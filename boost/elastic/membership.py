@@ -107,7 +107,6 @@ class Coordinator:
         self.store.set(f"over/{number}", reason)
 
     def is_over(self, number: int) -> bool:
-        """Whether a process has ended this membership."""
         return self.store.check([f"over/{number}"])
 
     def exclude(self, incarnation: str, why: str, text: str) -> None:
@@ -200,7 +199,6 @@ class Coordinator:
         return decision if decision.place(member) is not None else None
 
     def decision(self, number: int) -> Decision:
-        """Reads a decision from the store."""
         return Decision.parse(self.store.get(f"decision/{number}").decode())
 
     def latest(self, since: int = 0) -> Decision | None:
@@ -277,15 +275,16 @@ class Coordinator:
         }
         survivors = len(with_state)
         voters = sum(not why.startswith(DEAD) for why in lost.values()) + survivors
+        refused = ""
         if not survivors:
             count = len(before.members)
             refused = f"no replica with weights is left (replicas before the loss: {count}); resume with --resume auto"
-            return Decision(number, (), refused=refused, lost=lost)
-        if 2 * survivors < voters:
+        elif 2 * survivors < voters:
             refused = (
                 f"{survivors} of {voters} replicas respond, which is not a majority: the other {voters - survivors} may be "
                 "training elsewhere; find out why they do not respond, then resume with --resume auto"
             )
+        if refused:
             return Decision(number, (), refused=refused, lost=lost)
         all_reports = [report for own in with_state.values() for report in own]
         newest = max(all_reports, key=lambda report: report.operation)

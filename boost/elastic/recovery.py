@@ -121,7 +121,6 @@ class Recovery:
         return FolderBoard(folder) if folder else StoreBoard(self._store)
 
     def beats(self) -> list[Beat]:
-        """The latest heartbeat from each process."""
         return self._beats.board.read(self.slots)
 
     @property
@@ -265,11 +264,9 @@ class Recovery:
 
     @property
     def is_short(self) -> bool:
-        """Whether a replica is missing."""
         return len(self.decision.members) * self.replica.size < self.slots
 
     def has_waiting(self) -> bool:
-        """Whether a replica is waiting to join."""
         return self._coordinator.has_waiting(self.decision)
 
     def admit(self) -> None:
@@ -381,7 +378,7 @@ class Recovery:
 
     def _watch(self) -> None:
         """Detects the end of the membership, in a separate thread, while the main thread computes or waits."""
-        store = self._store if launch_dir() else self._store.clone()
+        store = self._store if launch_dir() else self._store.clone()  # type: ignore[attr-defined]
         coordinator = Coordinator(store, self.slots, 1, self._beats.status)
         excluded_at: float | None = None
         while not self._closed.wait(WATCH_S):

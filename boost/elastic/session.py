@@ -65,7 +65,6 @@ class ElasticSession(Session):
             self.recovery.trainer = trainer  # after this, a lost replica does not end the run
 
     def failed(self, error: Exception) -> None:
-        """Tells the other replicas that this one failed."""
         self.recovery.failed(error)
 
     def close(self) -> None:

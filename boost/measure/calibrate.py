@@ -20,7 +20,7 @@ import torch
 
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
-from boost.files import replace_text
+from boost.files import replace_text, storage_errors
 from boost.machine import cpu_model
 from boost.measure.speed import Point, Stopwatch, attention_points, collective_points, gemm_points, kernel_points
 from boost.measure.steps import time_passes
@@ -32,7 +32,6 @@ from boost.text import JsonObject
 from boost.train.agreement import run_on_main
 from boost.train.progress import progress
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
-from boost.train.rundir import storage_errors
 
 PROCESSES = "together"
 ALONE = "alone"
@@ -71,11 +70,10 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
             links += collective_points(watch, getattr(torch, name), sizes)
     if mesh.is_main:
         profile = profile_of(mesh, points, probes, links)
-    host = _host_us(mesh, profile) if mesh.is_main else {}
+        profile["host_us"] = _host_us(mesh, profile)
     mesh.barrier()
     drift, refused = watch.probe.least(10) / watch.reference, False
     if mesh.is_main:
-        profile["host_us"] = host
         errors = [
             (f"{kind}, {dtype}", fit_gemm(_gemms(sweep, dtype))[1])
             for kind, sweep in points.items()
@@ -277,7 +275,6 @@ def _host_us(mesh: Mesh, profile: JsonObject) -> dict[str, float]:
 
 
 def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:
-    """Summarizes a profile in a few lines."""
     lines = [f"{hardware.title}: {out}"]
     for kind, sweep in points.items():
         for dtype in sorted({point.dtype for point in sweep}):

@@ -38,7 +38,6 @@ class PlainConsole:
         self.close()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Shows one optimizer step."""
         eta = self.eta(metrics)
         if metrics.step in (self._first, self._total) or metrics.step % self._every == 0:
             self.note(step_line(metrics, self._total, eta))
@@ -53,11 +52,9 @@ class PlainConsole:
         return pace * (self._total - metrics.step)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        """Shows one evaluation."""
         self.note(evaluation_line(metrics, self._total))
 
     def note(self, text: str) -> None:
-        """Shows one line of text."""
         print(printable(text), file=self._out or sys.stdout, flush=True)
 
     def close(self) -> None:

@@ -122,7 +122,6 @@ class FolderBoard:
         self._folder = folder
 
     def post(self, rank: int, text: str) -> None:
-        """Publishes a heartbeat of `rank`, replacing its previous one."""
         descriptor = os.open(self._folder / f"beat{rank}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             size = max(os.fstat(descriptor).st_size, _BEAT_BYTES)
@@ -151,7 +150,7 @@ class StoreBoard:
     """Heartbeats as keys in the run's store, over a separate connection, because the main thread's may be blocked."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store: dist.Store = store.clone()
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=SILENCE_S))
 
     def post(self, rank: int, text: str) -> None:
@@ -292,7 +291,6 @@ class Heartbeat:
 
     @property
     def timeout_s(self) -> float:
-        """Timeout of the current phase, in seconds."""
         return self._timeouts[_state.phase]
 
     def phase_changed(self) -> None:

@@ -94,6 +94,7 @@ class Trainer:
         self.stepper = build_stepper(config, mesh, self.model, self.batches)
         self.fused_params, self.optimizer = self.stepper.fused_params, self.stepper.optimizer
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
+        self.peak_flops = peak_flops(mesh.device, getattr(torch, train.compute_dtype), config.run.peak_tflops)
         self.position = Position(0, 0)
         self.inherited: JsonObject = {}
         """Data that this run's checkpoints inherit from the one that it resumed or started from."""
@@ -233,13 +234,11 @@ class Trainer:
 
         Hooks save checkpoints: periodically, when the run stops, and after the last step.
         """
-        dtype = getattr(torch, self.config.train.compute_dtype)
-        peak = peak_flops(self.mesh.device, dtype, self.config.run.peak_tflops)
         try:
             self.notify("setup")
             self.notify("on_train_start", TrainStart(self.position.step, self.config.train.steps))
             with StopRequest() as self._signals:
-                stopped = self._train(peak)
+                stopped = self._train()
                 # Keep catching signals, so that a late one does not discard the results of a saved run.
                 self.finish_save()
                 evaluation = None if stopped else self.evaluate()
@@ -258,7 +257,7 @@ class Trainer:
                 except Exception:  # the outcome of the run is already decided
                     log.exception("teardown of %s failed", type(hook).__name__)
 
-    def _train(self, peak: float) -> StepFlags:
+    def _train(self) -> StepFlags:
         """Runs steps until the end or until any process requests a stop. Returns the flags that stopped the run, if any."""
         stepper, judge, saver = self.stepper, self.judge, self.saves.saver
         clock = StepClock(stepper.timed_on)
@@ -285,7 +284,7 @@ class Trainer:
             clock.pause()
             if saver.in_flight is not None and self.mesh.together(saver.done_everywhere):
                 self.finish_save()
-            metrics = step_metrics(self, stats, update.lr, seconds, peak)
+            metrics = step_metrics(self, stats, update.lr, seconds)
             self.recent = [metrics]
             if self.run.lock is not None:
                 self.run.lock.require_not_taken()
@@ -300,7 +299,6 @@ class Trainer:
         return StepFlags.NONE
 
     def _begin_step(self, clock: StepClock) -> Passes:
-        """Launches the passes for the next step."""
         step = self.position.step
         enter(Phase.STEP, step + 1)
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
@@ -523,7 +521,7 @@ class Trainer:
             )
 
 
-def step_metrics(trainer: Trainer, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
+def step_metrics(trainer: Trainer, stats: StepStats, lr: float, seconds: float) -> StepMetrics:
     """Metrics for the step that led to the trainer's current position."""
     train, mesh = trainer.config.train, trainer.mesh
     speed = train.global_batch * train.seq_len / seconds
@@ -533,7 +531,7 @@ def step_metrics(trainer: Trainer, stats: StepStats, lr: float, seconds: float, 
         lr=lr,
         gradient_norm=stats.gradient_norm,
         tokens_per_second=speed,
-        mfu=mfu(speed, trainer.flops_per_token, mesh.size, peak),
+        mfu=mfu(speed, trainer.flops_per_token, mesh.size, trainer.peak_flops),
         memory_bytes=memory_bytes(mesh.device),
         tokens=trainer.position.tokens,
         seconds=seconds,

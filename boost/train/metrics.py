@@ -26,13 +26,13 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
-from boost.files import remove_leftovers, temporary_sibling
+from boost.files import remove_leftovers, storage_errors, temporary_sibling
 from boost.paths import require_regular
 from boost.text import JsonObject
 from boost.train.best_effort import best_effort
 from boost.train.events import EvalMetrics, EvaluationEnd, Rollback, RunEvent, SampleEnd, StepEnd, StepMetrics, TrainEnd
 from boost.train.hooks import Hook
-from boost.train.rundir import RunDirectory, flat_config, storage_errors
+from boost.train.rundir import RunDirectory, flat_config
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -125,7 +125,6 @@ class EventFile:
             left = left[self._file.write(left) :]
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -170,7 +169,6 @@ class MetricsWriter:
                 self._trackers.append(module)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Writes one step or evaluation."""
         kind, prefix = ("step", "train") if isinstance(metrics, StepMetrics) else ("eval", "eval")
         self._add_line(kind, metrics)
         values = dataclasses.asdict(metrics)
@@ -184,7 +182,6 @@ class MetricsWriter:
                 tracker.log(named, step=metrics.step)
 
     def event(self, event: RunEvent) -> None:
-        """Writes any other event in the run."""
         self._add_line(event.kind, event)
 
         named = {f"run/{name}": value for name, value in event.numbers().items()}
@@ -197,7 +194,6 @@ class MetricsWriter:
         self._draw(event.step, texts={f"sample/{number}": text})
 
     def end(self, event: RunEnd) -> None:
-        """Records how the run ended."""
         self._add_line("end", event)
         if event.state == "done":
             from torch.utils.tensorboard.summary import hparams
@@ -252,8 +248,6 @@ class MetricsWriter:
 
 
 class MetricsHook(Hook):
-    """Writes a run's metrics."""
-
     main_only = True
 
     def __init__(self) -> None:
@@ -262,8 +256,6 @@ class MetricsHook(Hook):
         """Step of the last sample, and the sample's number within that step."""
 
     def setup(self, trainer: "Trainer") -> None:
-        tracker_modules(trainer.config)
-
         def warn(text: str) -> None:
             trainer.warn(text)
             trainer.warnings.append(text)  # the console starts later

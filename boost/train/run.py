@@ -76,15 +76,12 @@ class Session:
         return False
 
     def heartbeat(self, on_hang: Callable[[str], None]) -> Heartbeat:
-        """This process's heartbeat."""
         return Heartbeat(self.mesh, self.config.run, on_hang)
 
     def faults(self, faults: Sequence[Fault]) -> Hook:
-        """The hook that injects these faults."""
         return FaultInjection(list(faults))
 
     def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> Trainer:
-        """Builds the trainer."""
         return Trainer(self.config, self.mesh, run, [*hooks, *builtin_hooks(self.config)])
 
     def start(self, trainer: Trainer, candidates: list[Path], start_from: str | None) -> None:
@@ -95,7 +92,6 @@ class Session:
         """Called when the run fails with `error` on this process."""
 
     def close(self) -> None:
-        """Leaves the mesh when the run is complete."""
         close_mesh()
 
 

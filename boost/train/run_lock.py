@@ -20,9 +20,9 @@ import uuid
 from pathlib import Path
 
 from boost.errors import ConfigError, LostRunError, StorageError
+from boost.files import storage_errors
 from boost.paths import read_record, read_text
 from boost.text import JsonObject
-from boost.train.rundir import storage_errors
 
 log = logging.getLogger("boost")
 

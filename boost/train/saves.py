@@ -112,7 +112,7 @@ class Saves:
                 if newest is not None and newest.parent in own:
                     self.run.record_saved(newest, step)
                 else:
-                    self.run.forget_saved()
+                    self.run.last_saved.unlink(missing_ok=True)
             for folder in self.folders:
                 ckpt.supersede(folder, step)
 

@@ -176,6 +176,5 @@ def _judged(by_rank: Sequence[Sequence[Point]], processes: int, link: Link | Non
 
 
 def _sent(point: Point, processes: int) -> int:
-    """Bytes that one process sends."""
     elements = point.shape[0] // getattr(torch, point.dtype).itemsize
     return Collective("forward", point.name, (elements,), point.dtype, processes).sent_bytes

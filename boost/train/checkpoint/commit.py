@@ -46,7 +46,6 @@ _LEFTOVER = re.compile(r"\.step-.*\.(tmp|old)")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of the complete checkpoint for `step`."""
     return folder / f"step-{step:08d}"
 
 
@@ -196,7 +195,6 @@ class BestCheckpoint:
 
 
 def write_best(folder: Path, best: BestCheckpoint) -> None:
-    """Records the best checkpoint, atomically."""
     replace_json(folder / BEST_FILE, asdict(best))
 
 

@@ -6,7 +6,7 @@
 4. The header of each tensor file matches the file (offsets, sizes, dtypes) and the model: names, global shapes, and shards that
    cover each tensor exactly once (`read_structure`).
 
-`verify_checkpoint` does all of this except step 3, jointly on all processes. File names are checked before they are used as
+`verifying` does all of this except step 3, jointly on all processes. File names are checked before they are used as
 paths, and nothing is unpickled.
 """
 
@@ -59,20 +59,13 @@ Counted = Annotated[int, Field(ge=0, lt=2**63)]
 Index = Annotated[int, Field(ge=0, lt=2**62)]
 
 
-def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
-    """Validates the structure of a checkpoint for `model` and compares every file with its manifest. Files are
-    distributed over the processes. Returns the shards of all tensors. Collective.
-
-    Raises DamagedCheckpointError on every process, naming a damaged file.
-    """
-    with verifying(path, model, mesh) as shards:
-        return shards
-
-
 @contextlib.contextmanager
 def verifying(path: Path, model: ModelConfig, mesh: Mesh) -> "Iterator[Shards]":
-    """`verify_checkpoint` for a caller that reads the tensors meanwhile. Yields their shards once the structure is valid, and
-    compares the files in a second thread. Raises DamagedCheckpointError at the end, after which nothing that was read may be used.
+    """Validates the structure of a checkpoint for `model` and yields the shards of all tensors, for a caller that reads them.
+    Meanwhile, compares every file with its manifest in a second thread; files are distributed over the processes. Collective.
+
+    Raises DamagedCheckpointError on every process, naming a damaged file: at the beginning, or at the end, after which nothing that
+    was read may be used.
     """
     comparisons = list[Future[None]]()
 

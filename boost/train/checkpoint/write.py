@@ -106,7 +106,6 @@ class HostBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self._buffer.nbytes
 
     def reserve(self, slices: list[LocalSlice]) -> None:
