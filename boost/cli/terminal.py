@@ -1,10 +1,12 @@
 """Prints results for terminals of any width and for pipes: lines wrap at words, and tables that do not fit become lists."""
 
+import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.text import printable
@@ -15,6 +17,30 @@ if TYPE_CHECKING:
 
 LEAST_LAST_COLUMN = 20
 """Minimum width of a table's last column, in characters. Only the last column wraps."""
+
+
+_TYPES: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys(("N", "R", "K", "SEED"), int),
+    **dict.fromkeys(("FRACTION", "P", "TEMPERATURE"), float),
+    **dict.fromkeys(("FILE", "DIR"), Path),
+}
+"""Types of options' values, by their names in the help; all others are text."""
+
+
+def add_options(parser: "argparse._ActionsContainer", options: Mapping[str, str], **defaults: object) -> None:
+    """Adds options, each as the help shows it, with its meaning: `--yes` for a flag, `--steps N`, `--device {auto,cpu,cuda}`, or
+    `--prompt TEXT...` if it may be repeated. `defaults`: values of options that are not given, if not None or False."""
+    for shown, meaning in options.items():
+        name, _, value = shown.partition(" ")
+        if not value:
+            parser.add_argument(name, action="store_true", help=meaning)
+        elif value.startswith("{"):
+            parser.add_argument(name, choices=tuple(value[1:-1].split(",")), help=meaning)
+        elif value.endswith("..."):
+            parser.add_argument(name, action="append", metavar=value[:-3], help=meaning)
+        else:
+            parser.add_argument(name, metavar=value, type=_TYPES.get(value, str), help=meaning)
+    parser.set_defaults(**defaults)
 
 
 def result_console(piped_width: int) -> "Console":
