@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from boost.errors import ExcludedError, TrainingError
 from boost.parallel.mesh import share
@@ -78,16 +79,12 @@ class Decision:
     refused: str = ""
     """Why training cannot continue; empty if it can."""
 
-    @classmethod
-    def parse(cls, text: str) -> "Decision":
-        """Inverse of `json.dumps(asdict(decision))`."""
-        values = json.loads(text)
-        members = tuple(Member(**one) for one in values.pop("members"))
-        return cls(**values | {"members": members, "joined": tuple(values["joined"])})
-
     def place(self, member: Member) -> int | None:
         """The member's index; None if it is not in this membership."""
         return self.members.index(member) if member in self.members else None
+
+
+_REPORT, _DECISION = TypeAdapter(Report), TypeAdapter(Decision)
 
 
 class Coordinator:
@@ -199,7 +196,7 @@ class Coordinator:
         return decision if decision.place(member) is not None else None
 
     def decision(self, number: int) -> Decision:
-        return Decision.parse(self.store.get(f"decision/{number}").decode())
+        return _DECISION.validate_json(self.store.get(f"decision/{number}"))
 
     def latest(self, since: int = 0) -> Decision | None:
         """The newest decision; the search starts at number `since`."""
@@ -265,8 +262,7 @@ class Coordinator:
             keys = [f"report/{number}/{member.incarnation}/{process}" for process in range(self._processes)]
             if not self.store.check(keys):
                 return None
-            values = [json.loads(self.store.get(key)) for key in keys]
-            reports[member] = [Report(**one | {"held": tuple(one["held"])}) for one in values]
+            reports[member] = [_REPORT.validate_json(self.store.get(key)) for key in keys]
         with_state = {member: own for member, own in reports.items() if all(report.has_state for report in own)}
         lost = {
             member.incarnation: gone.get(member, "did not receive the state")

@@ -26,6 +26,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from boost.config.schema import RunConfig
 from boost.parallel.collectives import last_exchanges
@@ -104,14 +105,13 @@ class Beat:
     """Seconds per micro-batch of the latest forward and backward passes; 0 if unknown."""
     pid: int = 0
 
-    @classmethod
-    def parse(cls, text: str) -> "Beat":
+    @staticmethod
+    def parse(text: str) -> "Beat":
         """Inverse of `json.dumps(asdict(beat))`. Raises ValueError for any other text."""
-        try:
-            values = json.loads(text)
-            return cls(**values | {"issued": {name: Issued(**one) for name, one in values["issued"].items()}})
-        except (AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError("not a heartbeat") from error
+        return _BEAT.validate_json(text)
+
+
+_BEAT = TypeAdapter(Beat)
 
 
 class FolderBoard:
