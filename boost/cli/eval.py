@@ -71,10 +71,9 @@ def _check_task_flags(args: argparse.Namespace) -> None:
     for flag, value in (("--store", args.store), ("--max-tokens", args.max_tokens)):
         if value:
             raise ConfigError(f"{flag} = {value} has no effect with --tasks; remove one of them")
-    if args.fewshot is not None and args.fewshot < 0:
-        raise ConfigError(f"--fewshot = {args.fewshot} is too small; smallest valid value: 0")
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit = {args.limit} is too small; smallest valid value: 1")
+    for flag, value, least in (("--fewshot", args.fewshot, 0), ("--limit", args.limit, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{flag} = {value} is too small; smallest valid value: {least}")
     if args.task_folder is not None and not args.task_folder.is_dir():
         raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; pass one with task YAML files")
     if args.task_folder is not None and not args.trust_task_code:

@@ -5,11 +5,9 @@ propose the next one to admit a replica. Each process then reports its state and
 The first process that sees all reports writes the decision with one compare-and-set. The store accepts only one
 decision per number, so a run cannot split into two histories.
 
-Survivors need a majority of the votes. Every member of the previous membership has one vote, unless it is known to be
-dead. The store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the
-replicas in half, the half that reaches the store continues and the other half stops. A minority that reaches the store
-while the majority is silent also stops. If members consider each other silent, the first one to report this wins, because
-a member on the list of silent members cannot add other members to it.
+Survivors need a majority of the votes. Every member of the previous membership has one vote, unless it is known to be dead. The
+store breaks ties. If members consider each other silent, the first one to report this wins, because a member on the list of silent
+members cannot add other members to it.
 """
 
 import json

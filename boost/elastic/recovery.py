@@ -1,10 +1,8 @@
 """In-step recovery (run.recovery = "in-step"): the current step completes without the lost replica, which rejoins between two
 steps after a restart. docs/recovery.md explains the design; `boost.elastic.membership` implements the agreement protocol.
 
-All processes run the same sequence of collective operations: a step's sums and statistics, an evaluation, a save. A process
-completes an operation only after all processes have entered it. So if a replica is lost, the survivors are in the same operation
-or in two consecutive ones. Processes that are one operation behind take the result from the others. Otherwise, all
-survivors repeat the operation. Weights depend only on these results and change identically on every process.
+All processes run the same sequence of collective operations, and a process completes one only after all have entered it. So if a
+replica is lost, the survivors are in the same operation or in two consecutive ones: those behind take its result, or all repeat it.
 """
 
 import dataclasses

@@ -6,7 +6,6 @@ All processes measure at the same time, as in training, then one process measure
 
 import itertools
 import math
-import os
 import statistics
 import sys
 from collections import defaultdict
@@ -30,6 +29,7 @@ from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
 from boost.text import JsonObject
 from boost.train.agreement import run_on_main
+from boost.train.hardware import total_memory
 from boost.train.progress import progress
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
 
@@ -111,9 +111,7 @@ def profile_of(
     cuda, count = mesh.device.type == "cuda", torch.get_num_threads()
     device = torch.cuda.get_device_name(mesh.device) if cuda else cpu_model()
     threads = "" if cuda else f" of {count} {'thread' if count == 1 else 'threads'}"
-    total = (
-        torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
-    )
+    total = total_memory(mesh.device) / (1 if cuda else mesh.size)
     link = {"name": "NVLink or PCIe" if cuda else "loopback", "processes": max(mesh.size, 2)} | _link(links, mesh.size)
     profile: JsonObject = {
         "title": f"{device}, {'1 process' if mesh.size == 1 else f'{mesh.size} processes'}{threads}",

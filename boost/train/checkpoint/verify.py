@@ -112,11 +112,6 @@ class Manifest(RootModel[dict[str, FileEntry]]):
             raise ValueError(f"{STATE_FILE} is not listed")
         return root
 
-    @property
-    def tensor_files(self) -> list[str]:
-        """Relative paths of the safetensors files."""
-        return sorted(n for n in self.root if n.startswith(f"{TENSORS}/") and n.endswith(".safetensors"))
-
 
 def read_manifest(path: Path) -> Manifest:
     """Reads a checkpoint's manifest. Raises DamagedCheckpointError."""
@@ -261,7 +256,7 @@ def read_structure(path: Path, manifest: Manifest, model: ModelConfig) -> Shards
     shards: dict[str, list[StoredShard]] = defaultdict(list)
     state = read_json(path / STATE_FILE)
     expected = {key: str(state.get(key)) for key in (STEP, NEXT_SAMPLE)}
-    for name in manifest.tensor_files:
+    for name in sorted(n for n in manifest.root if n.startswith(f"{TENSORS}/") and n.endswith(".safetensors")):
         written, entries = _read_header(path, name)
         if any(written.get(key, "0") != value for key, value in expected.items()):
             raise DamagedCheckpointError(
