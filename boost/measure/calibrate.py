@@ -9,13 +9,14 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tomli_w
 import torch
+from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
@@ -310,8 +311,9 @@ def problems(profile: JsonObject, fit_errors: Sequence[tuple[str, float]], drift
     `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: the probe's time after the calibration, divided by
     its time before.
     """
-    for name, number in _numbers(profile):
-        if not math.isfinite(number) or number < 0:
+    for path, number in tree_flatten_with_path(profile)[0]:
+        if isinstance(number, int | float) and (not math.isfinite(number) or number < 0):
+            name = ".".join(key.key for key in path if isinstance(key, MappingKey))
             yield Problem(f"{name} = {number:g} is not a valid speed", True)
     for sweep in [profile["speeds"], *([profile["alone"]] if "alone" in profile else [])]:
         for dtype, speed in sweep["gemm"].items():
@@ -327,15 +329,3 @@ def problems(profile: JsonObject, fit_errors: Sequence[tuple[str, float]], drift
             yield Problem(f"the GEMM fit has a mean error of {error:.0%} ({name})", not error < WORST_FIT_ERROR)
     if not drift < DRIFT:
         yield Problem(f"the machine slowed down by a factor of {drift:.1f} during calibration", not drift < WORST_DRIFT)
-
-
-def _numbers(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in tree.items():
-        listed = value if isinstance(value, list) else [value]
-        for item in listed:
-            if isinstance(item, dict):
-                yield from _numbers(item, f"{prefix}{key}.")
-            elif isinstance(item, list):
-                yield from ((f"{prefix}{key}", float(number)) for number in item if isinstance(number, int | float))
-            elif isinstance(item, int | float) and not isinstance(item, bool):
-                yield f"{prefix}{key}", float(item)
