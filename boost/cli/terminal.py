@@ -28,14 +28,17 @@ _TYPES: dict[str, Callable[[str], object]] = {
 
 
 def add_options(parser: "argparse._ActionsContainer", options: Mapping[str, str], **defaults: object) -> None:
-    """Adds options, each as the help shows it, with its meaning: `--yes` for a flag, `--steps N`, `--device {auto,cpu,cuda}`, or
-    `--prompt TEXT...` if it may be repeated. `defaults`: values of options that are not given, if not None or False."""
+    """Adds options, each as the help shows it, with its meaning: `--yes` for a flag, `--steps N`, `--device {auto,cpu,cuda}`,
+    `--layout NAME [NAME ...]`, or `--prompt TEXT...` if it may be repeated. `defaults`: values of options that are not given, if not
+    None or False."""
     for shown, meaning in options.items():
         name, _, value = shown.partition(" ")
         if not value:
             parser.add_argument(name, action="store_true", help=meaning)
         elif value.startswith("{"):
             parser.add_argument(name, choices=tuple(value[1:-1].split(",")), help=meaning)
+        elif value.endswith(" ...]"):
+            parser.add_argument(name, nargs="+", metavar=value.partition(" ")[0], help=meaning)
         elif value.endswith("..."):
             parser.add_argument(name, action="append", metavar=value[:-3], help=meaning)
         else:
