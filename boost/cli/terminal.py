@@ -29,8 +29,8 @@ _TYPES: dict[str, Callable[[str], object]] = {
 
 def add_options(parser: "argparse._ActionsContainer", options: Mapping[str, str], **defaults: object) -> None:
     """Adds options, each as the help shows it, with its meaning: `--yes` for a flag, `--steps N`, `--device {auto,cpu,cuda}`,
-    `--layout NAME [NAME ...]`, or `--prompt TEXT...` if it may be repeated. `defaults`: values of options that are not given, if not
-    None or False."""
+    `--layout NAME [NAME ...]`, or `--prompt TEXT...` if it may be repeated. `defaults`: values of options that are not given, if
+    not None or False."""
     for shown, meaning in options.items():
         name, _, value = shown.partition(" ")
         if not value:
