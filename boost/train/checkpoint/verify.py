@@ -22,16 +22,7 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    RootModel,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 
 from boost.config.architecture import parameters
@@ -105,13 +96,6 @@ def verifying(path: Path, model: ModelConfig, mesh: Mesh) -> "Iterator[Shards]":
 class Manifest(RootModel[dict[str, FileEntry]]):
     """Entries by path, relative to the checkpoint, with forward slashes."""
 
-    @field_validator("root")
-    @classmethod
-    def _lists_state(cls, root: dict[str, FileEntry]) -> dict[str, FileEntry]:
-        if STATE_FILE not in root:
-            raise ValueError(f"{STATE_FILE} is not listed")
-        return root
-
 
 def read_manifest(path: Path) -> Manifest:
     """Reads a checkpoint's manifest. Raises DamagedCheckpointError."""
@@ -119,6 +103,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest.model_validate(read_json(path / MANIFEST_FILE))
     except ValidationError as error:
         raise DamagedCheckpointError(f"'{path}' is damaged: {MANIFEST_FILE}: {first_problem(error)}") from None
+    if STATE_FILE not in manifest.root:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {MANIFEST_FILE}: {STATE_FILE} is not listed")
     for name in manifest.root:
         file_name(name, path / MANIFEST_FILE, "a file", DamagedCheckpointError, nested=True)
     return manifest
