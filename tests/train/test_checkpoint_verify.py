@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from boost.errors import CheckpointError, DamagedCheckpointError
 from boost.parallel.mesh import Mesh
@@ -17,7 +18,7 @@ from boost.train.checkpoint.commit import entry_of
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.saves import mesh_config, save
+from tests.train.saves import load, mesh_config, save
 
 ALONE = Mesh(toy.CPU)
 Edit = Callable[[dict[str, Any]], object]
@@ -201,6 +202,15 @@ def test_a_step_that_is_none_is_no_record(tmp_path: Path, step: str) -> None:
         (tmp_path / name).write_text(f'{{"step": {step}, "heldout_loss": 1.0}}')
     assert ckpt.read_best(tmp_path) is None
     assert (RunDirectory(tmp_path).recorded_save() or (None, None))[1] in (None, int(1e300))
+
+
+def test_a_random_state_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of a state would be another state."""
+    _, path = save(tmp_path, mesh_config(1), 1)
+    load(path, mesh_config(1))
+    monkeypatch.setattr(torch, "get_rng_state", lambda: torch.zeros(7, dtype=torch.uint8))
+    with pytest.raises(CheckpointError, match=r"random state, rng\.cpu\.0"):
+        load(path, mesh_config(1))
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0", "C:x"])

@@ -310,6 +310,8 @@ def _read(wanted: Sequence[LocalSlice], path: Path, shards: Shards, mesh: Mesh) 
     def read() -> None:
         if missing := {s.name for s in wanted} - shards.keys():
             raise CheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} missing in total)")
+        if odd := [s.name for s in wanted if s.name.startswith("rng.") and shards[s.name][0].shape != s.shape]:
+            raise CheckpointError(f"'{path}' has a random state, {odd[0]}, that this version of torch cannot use")
         try:
             read_slices(wanted, path, shards)
         except (OSError, SafetensorError) as error:
