@@ -37,7 +37,7 @@ from boost.train.best_effort import best_effort
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.failures import is_lost_connection
-from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
+from boost.train.heartbeat import Beat, apply_timeout, board_of
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet
@@ -75,7 +75,7 @@ class Recovery:
             # torchrun sets the opposite, so this overwrites any earlier value.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes
-        number, process, store, self._store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
+        number, process, store, self.store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
         self.replica = open_replica(parallel, device, store, process, run.startup_timeout_s)
         self.member = Member(number, incarnation)
         self.slot, self.slots = number * replica_size(parallel) + process, parallel.world_size
@@ -90,8 +90,8 @@ class Recovery:
         self._is_fitting, self._early = False, list[MembershipChange]()
         self._repeats_save = False
         """Whether a save was abandoned, which the remaining replicas repeat."""
-        self._beats = MemberBeats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
-        self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
+        self._beats = MemberBeats(board_of(self.store), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
+        self._coordinator = Coordinator(self.store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
         self._agrees_since: float | None = None
 
@@ -113,18 +113,13 @@ class Recovery:
             self._guard = StoreGuard(where, PATIENCE * run.heartbeat_timeout_s, self._waits_since)
         threading.Thread(target=self._watch, name="boost-recovery", daemon=True).start()
 
-    def board(self) -> Board:
-        """Where the processes of all replicas publish their heartbeats."""
-        folder = launch_dir()
-        return FolderBoard(folder) if folder else StoreBoard(self._store)
-
     def beats(self) -> list[Beat]:
         return self._beats.board.read(self.slots)
 
     @property
     def is_over(self) -> bool:
         """Whether any process has completed the last operation in the run."""
-        return self._store.check(["done"])
+        return self.store.check(["done"])
 
     def exclude_slow(self, member: Member, text: str) -> None:
         """Excludes a slow member; the others continue without it."""
@@ -255,7 +250,7 @@ class Recovery:
         number, self.decision = decision.number, decision
         self.membership = Membership(number, lambda reason: self._coordinator.end_membership(number, reason))
         self._coordinator.wait_until_ready(decision, self.member, self.replica.process)
-        self.mesh.become(join_members(self.replica, decision, self.member, self._store, self.membership))
+        self.mesh.become(join_members(self.replica, decision, self.member, self.store, self.membership))
         apply_timeout()
 
     # Rejoining replicas.
@@ -330,10 +325,10 @@ class Recovery:
         """Raises StoppedError after a stop signal to this process or another one in a waiting replica."""
         key = f"stopped/{self.member.incarnation}"
         if name := self._stopped():
-            self._store.set(key, name)
+            self.store.set(key, name)
             raise StoppedError(name)
-        if self._store.check([key]):
-            raise StoppedError(self._store.get(key).decode())
+        if self.store.check([key]):
+            raise StoppedError(self.store.get(key).decode())
 
     def _transfer_state(self, newcomer: Trainer | None = None) -> None:
         """Sends weights, moments and position to joining replicas from the first replica that has them. Collective.
@@ -350,13 +345,13 @@ class Recovery:
         donor = next(i for i, m in enumerate(self.decision.members) if m.incarnation not in self.decision.joined)
         dp, key = self.mesh.dp, f"state/{self.decision.number}"
         if dp.rank == donor and self.replica.process == 0:
-            self._store.set(key, json.dumps(state_of(trainer)))
+            self.store.set(key, json.dumps(state_of(trainer)))
         if newcomer is not None:
-            while not self._store.check([key]):
+            while not self.store.check([key]):
                 if self.membership.over.is_set():
                     raise PeersLostError("the membership ended before this replica received the training position")
                 time.sleep(0.01)
-            take_state(newcomer, json.loads(self._store.get(key)))
+            take_state(newcomer, json.loads(self.store.get(key)))
         weights, takes = [fused.tensor.detach() for fused in trainer.fused_params], newcomer is not None
         for tensor in weights:
             sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
@@ -376,7 +371,7 @@ class Recovery:
 
     def _watch(self) -> None:
         """Detects the end of the membership, in a separate thread, while the main thread computes or waits."""
-        store = self._store if launch_dir() else self._store.clone()  # type: ignore[attr-defined]
+        store = self.store if launch_dir() else self.store.clone()  # type: ignore[attr-defined]
         coordinator = Coordinator(store, self.slots, 1, self._beats.status)
         excluded_at: float | None = None
         while not self._closed.wait(WATCH_S):
@@ -429,7 +424,7 @@ class Recovery:
     def close(self) -> None:
         """Call when the run is complete, after its last operation."""
         with best_effort("tell replicas that want to rejoin that the run is over"):
-            self._store.set("done", "")
+            self.store.set("done", "")
         self._closed.set()
         self.membership.end()  # torch warns about communicators that are still open
         self.membership.leave()

@@ -38,7 +38,7 @@ class ElasticSession(Session):
 
     def heartbeat(self, on_hang: Callable[[str], None]) -> Heartbeat:
         slot = replace(self.mesh, rank=self.recovery.slot, size=self.recovery.slots)
-        return Heartbeat(slot, self.config.run, on_hang, self.recovery.board, self.recovery.member.incarnation)
+        return Heartbeat(slot, self.config.run, on_hang, self.recovery.store, self.recovery.member.incarnation)
 
     def faults(self, faults: Sequence[Fault]) -> Hook:
         return FaultInjection(list(faults), self._wait_for_newcomer)

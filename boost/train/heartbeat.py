@@ -169,6 +169,12 @@ Board = FolderBoard | StoreBoard
 """Publishes and reads heartbeats."""
 
 
+def board_of(store: dist.Store | None) -> Board:
+    """Where a run's processes publish heartbeats: the launcher's folder or, without one, the run's store (None: torch's)."""
+    folder = launch_dir()
+    return FolderBoard(folder) if folder else StoreBoard(store or dist.distributed_c10d._get_default_store())
+
+
 # This process's state. There is only one run at a time, because torch has one default process group.
 
 
@@ -205,9 +211,11 @@ def enter(phase: Phase, step: int | None = None) -> None:
 
 
 def apply_timeout() -> None:
-    """Applies the timeout of the current phase, also to process groups created during it."""
+    """Applies the timeout of the current phase to later collectives, also of process groups created during it, and publishes the
+    phase."""
     if _current is not None:
-        _current.phase_changed()
+        set_timeout(_current.timeout_s + _current.margin_s)
+        _current.wake.set()
 
 
 def set_pace(seconds: float) -> None:
@@ -237,13 +245,13 @@ class Heartbeat:
         mesh: Mesh,
         run: RunConfig,
         on_hang: Callable[[str], None],
-        board: Callable[[], Board] | None = None,
+        store: dist.Store | None = None,
         incarnation: str = "",
     ) -> None:
-        """`board`: where to publish heartbeats, by default the launcher's folder or the run's store. `incarnation`: see `Beat`."""
+        """`store`: the run's, by default torch's (`board_of`). `incarnation`: see `Beat`."""
         self.rank, self.size = mesh.rank, mesh.size
-        self._make_board, self._incarnation = board, incarnation
-        self._margin = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
+        self._store, self._incarnation = store, incarnation
+        self.margin_s = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
         self._timeouts = {
             Phase.START_UP: run.startup_timeout_s,
             Phase.STEP: run.timeout_s,
@@ -253,7 +261,7 @@ class Heartbeat:
         self._on_hang = on_hang
         self._main = threading.main_thread().ident
         self._over = False
-        self._wake = threading.Event()
+        self.wake = threading.Event()
         self._count = 0
         self._board: Board | None = None
         self._is_store_silent = False
@@ -266,15 +274,10 @@ class Heartbeat:
         _state.phase, _state.step = Phase.START_UP, 0
         if self.size > 1:
             _current = self
-            if self._make_board is not None:
-                self._board = self._make_board()
-            elif folder := launch_dir():
-                self._board = FolderBoard(folder)
-            else:
-                self._board = StoreBoard(dist.distributed_c10d._get_default_store())
+            self._board = board_of(self._store)
             with best_effort("write heartbeats"):
                 self._post()
-            set_timeout(self.timeout_s + self._margin)
+            set_timeout(self.timeout_s + self.margin_s)
             self._thread.start()
         return self
 
@@ -282,7 +285,7 @@ class Heartbeat:
         global _current
         _current = None
         self._over = True
-        self._wake.set()
+        self.wake.set()
         if self._thread.is_alive():
             self._thread.join(SILENCE_S if kind else 60)  # after an error, the thread's connection may hang
         if self._board is not None and not self._thread.is_alive():
@@ -292,11 +295,6 @@ class Heartbeat:
     @property
     def timeout_s(self) -> float:
         return self._timeouts[_state.phase]
-
-    def phase_changed(self) -> None:
-        """Applies the timeout of the current phase to subsequent collectives, and publishes the phase."""
-        set_timeout(self.timeout_s + self._margin)
-        self._wake.set()
 
     def diagnose(self, waited: bool = True) -> str | None:
         """One line with the names of the processes that this one waits for; None if no process is at fault. `waited`: whether this
@@ -366,8 +364,8 @@ class Heartbeat:
         progress: object = None
         since = seen = time.monotonic()
         while not self._over:
-            self._wake.wait(INTERVAL_S)
-            self._wake.clear()
+            self.wake.wait(INTERVAL_S)
+            self.wake.clear()
             try:
                 beat = self._post()
             except (OSError, RuntimeError) as error:  # the store's host is gone; the collectives will fail too
