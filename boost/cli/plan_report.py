@@ -336,11 +336,9 @@ def model_words(config: Config, name: str) -> str:
 def print_plan(out: "Console", plan: Plan, hardware: Hardware) -> None:
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
-    room = (
-        f"{plan.memory / plan.usable:.0%}"
-        if plan.shortfall <= 0
-        else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
-    )
+    room = f"{plan.memory / plan.usable:.0%}"
+    if plan.shortfall > 0:
+        room = f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     spread = spread_of(plan.config, hardware)
     low, high = format_seconds(time.seconds * spread.low), format_seconds(time.seconds * spread.high)
     likely = f"{10 * spread.inside:.0f} in 10 runs take {low} to {high}"
@@ -410,14 +408,12 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
     if "train.steps" not in asked:
         whole = train.steps * tokens
         enough = -(-TOKENS_PER_PARAMETER * parameters // tokens)
+        once = (
+            f", one pass over {store} {-(-read_meta(store)['splits']['train']['tokens'] // tokens):,}" if known else ""
+        )
         yield (
             f"train.steps = {train.steps:,} means {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
-            f"{TOKENS_PER_PARAMETER} tokens per parameter take {enough:,} steps"
-            + (
-                f", one pass over {store} {-(-read_meta(store)['splits']['train']['tokens'] // tokens):,}"
-                if known
-                else ""
-            )
+            f"{TOKENS_PER_PARAMETER} tokens per parameter take {enough:,} steps{once}"
         )
     if not asked & {"data.store", "data.mixture"}:
         yield (

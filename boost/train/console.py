@@ -183,11 +183,11 @@ def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`; for a mixture, followed by
     `  (c4 4.5012  code 3.9007)`."""
     sources = "  ".join(f"{name} {loss:.4f}" for name, loss in metrics.heldout_losses.items())
+    mixture = f"  ({sources})" if sources else ""
     return (
         f"eval {_step_of_total(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
         f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {format_count(metrics.tokens, 2)} tokens"
-        + f"  ({sources})"
-        * bool(sources)
+        f"{mixture}"
     )
 
 

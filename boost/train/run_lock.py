@@ -164,9 +164,7 @@ class RunLock:
         aside = self.path.with_name(f".{LOCK_FILE}.stale.{self.token}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
-            if read_record(aside).get("token") != owner.get(
-                "token"
-            ):  # another process was faster, and this is its lock
+            if read_record(aside).get("token") != owner.get("token"):  # another was faster, and this is its lock
                 with contextlib.suppress(OSError):
                     os.link(aside, self.path)
             else:
