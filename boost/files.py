@@ -89,6 +89,24 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
+def storage_errors(directory: Path | str) -> Iterator[None]:
+    """Converts an OSError in the run directory to a one-line StorageError."""
+    try:
+        yield
+    except OSError as error:
+        where, reason = f" ({error.filename})" if error.filename else "", error.strerror or error
+        links = [
+            path for path in (Path(directory), *Path(directory).parents) if path.is_symlink() and not path.exists()
+        ]
+        if links:
+            where, reason = "", f"'{links[0]}' is a link to '{links[0].readlink()}', which does not exist"
+        raise StorageError(
+            f"run.dir = '{directory}' cannot be written: {reason}{where}; "
+            "free disk space, fix the path, or choose another --run.dir"
+        ) from error
+
+
+@contextlib.contextmanager
 def exclusive(lock: Path) -> Iterator[None]:
     """Holds a lock file, which it removes at the end. Raises BlockingIOError if another process holds it, and OSError if the file
     system has no locks."""

@@ -1,6 +1,7 @@
 """Checks names that become paths, and files that are read whole, because both may come from untrusted sources."""
 
 import errno
+import json
 import os
 import re
 import stat
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from boost.errors import BoostError, DataError
 from boost.format import format_bytes
-from boost.text import brief
+from boost.text import JsonObject, brief
 
 _MAX_BYTES = 200
 """Maximum length of a name. File systems allow 255 bytes, including any suffix that a caller adds."""
@@ -31,6 +32,15 @@ def read_text(path: Path | str, errors: str = "strict") -> str:
     if require_regular(path).st_size > READ_LIMIT:
         raise OSError(errno.EFBIG, f"larger than {format_bytes(READ_LIMIT)}", str(path))
     return Path(path).read_text(encoding="utf-8", errors=errors)
+
+
+def read_record(path: Path | str) -> JsonObject:
+    """The JSON object in a file that a run keeps for itself; {} if there is none that can be read."""
+    try:
+        value = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def file_name(

@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 class RecordedGraph(TorchDispatchMode):
-    """A `boost.train.graphs.Graph` on CPUs."""
+    """A `boost.train.graphs.CudaGraph` on CPUs."""
 
     def __init__(self) -> None:
         super().__init__()

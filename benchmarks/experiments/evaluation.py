@@ -19,8 +19,9 @@ from benchmarks.experiments import sections
 from benchmarks.experiments.hosts import why_no_hosts
 from benchmarks.experiments.results import Facts, MeasurementError, read, require_one_machine
 from boost.errors import ConfigError
+from boost.files import storage_errors
 from boost.format import format_duration
-from boost.train.rundir import git_state, storage_errors
+from boost.train.rundir import git_state
 
 
 def merged(results: Sequence[Facts]) -> Facts:

@@ -41,7 +41,7 @@ from benchmarks.experiments.results import (
 from benchmarks.experiments.wire_plan import SETS
 from boost.config.schema import DType
 from boost.errors import ConfigError
-from boost.train.rundir import storage_errors
+from boost.files import storage_errors
 
 KINDS = ("measured", "counted", "modeled")
 """Kinds of numbers. A table or figure gets a badge for each kind that its caption or headings mention."""

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from boost.config import Config
 from boost.errors import BoostError, ConfigError
-from boost.files import replace_text
-from boost.train.rundir import environment, storage_errors
+from boost.files import replace_text, storage_errors
+from boost.train.rundir import environment
 
 
 class MeasurementError(BoostError):

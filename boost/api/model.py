@@ -20,13 +20,7 @@ from boost.config import Config
 from boost.config.architecture import Parameter
 from boost.config.load import as_config, change, from_tree, read_source
 from boost.convert.export import export
-from boost.convert.importing import (
-    CheckpointWeights,
-    FolderWeights,
-    beyond_embedding,
-    tokenizer_data,
-    weights_config,
-)
+from boost.convert.importing import CheckpointWeights, FolderWeights, beyond_embedding, tokenizer_data, weights_config
 from boost.convert.tensors import TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import end_tokens, read_vocabulary
 from boost.data.tokenizer import PlainText, continuation, parse_tokenizer

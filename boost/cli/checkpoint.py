@@ -23,9 +23,7 @@ Status = Literal["complete", "superseded", "incomplete", "damaged"]
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "checkpoint",
-        description="Lists and verifies the checkpoints of a run.\n\n"
-        "  list     shows step, date, size, state and held-out loss of each checkpoint\n"
-        "  verify   checks every byte against the saved digests; exit code 1 if anything is damaged",
+        description="Lists and verifies the checkpoints of a run.",
         epilog="examples:\n"
         "  boost checkpoint list runs/demo\n"
         "  boost checkpoint list runs/demo --json\n"
@@ -35,7 +33,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, explanation in (
         ("list", "show step, date, size, state and held-out loss of each checkpoint"),
-        ("verify", "check every byte against the saved digests"),
+        ("verify", "check every byte against the saved digests; exit code 1 if anything is damaged"),
     ):
         summary = f"{explanation[0].upper()}{explanation[1:]}."
         action = actions.add_parser(name, help=explanation, description=summary, allow_abbrev=False)
@@ -67,29 +65,18 @@ def _list(args: argparse.Namespace) -> int:
     losses = {line["step"]: line["heldout_loss"] for line in lines if line["kind"] == "eval"}
     best = read_best(folder)
     best_path = checkpoint_path(folder, best.step) if best else None
-    rows = [
-        {
-            "path": str(info.path),
-            "step": info.step,
-            "saved": info.saved.isoformat(timespec="seconds"),
-            "bytes": info.bytes,
-            "state": info.status,
-            "problem": info.problem,
-            # The metrics belong to the branch that training continued on.
-            "heldout_loss": None if info.step is None or info.status == "superseded" else losses.get(info.step),
-            "best": info.path == best_path,
-        }
-        for info in checkpoints
-    ]
+    rows, cells = [], []
+    for info in checkpoints:
+        # The metrics belong to the branch that training continued on.
+        loss = None if info.step is None or info.status == "superseded" else losses.get(info.step)
+        is_best, saved = info.path == best_path, info.saved.isoformat(timespec="seconds")
+        row = {"path": str(info.path), "step": info.step, "saved": saved, "bytes": info.bytes, "state": info.status}
+        rows.append(row | {"problem": info.problem, "heldout_loss": loss, "best": is_best})
+        state, told = info.status + ", best" * is_best, "-" if loss is None else f"{loss:.4f}"
+        cells.append((info.step, f"{info.saved:%Y-%m-%d %H:%M:%S}", format_bytes(info.bytes), told, state))
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    cells = []
-    for info, row in zip(checkpoints, rows, strict=True):
-        loss = "-" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"
-        saved = info.saved.strftime("%Y-%m-%d %H:%M:%S")
-        state = f"{info.status}, best" if row["best"] else info.status
-        cells.append((info.step, saved, format_bytes(info.bytes), loss, state))
     headings = ("step", "saved", "size", "held-out loss", "state")
     print_rows(headings, cells, right=("step", "size", "held-out loss"))
     for info in checkpoints:
@@ -164,14 +151,11 @@ def checkpoint_folders(path: Path) -> list[Path]:
 
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file() or (path / TENSORS).is_dir():
         return [path]
-    for folder in 2 * (
-        path / "checkpoints",
-        path,
-    ):  # a live run may replace every checkpoint while the first list is made
-        if folder.is_dir():
-            steps = [child for child in folder.iterdir() if child.is_dir() and step_of(child) is not None]
-            if steps:
-                return sorted(steps, key=lambda child: (step_of(child) or 0, child.name))
+    # Twice, because a live run may replace every checkpoint while the first list is made.
+    for folder in 2 * (path / "checkpoints", path):
+        children = folder.iterdir() if folder.is_dir() else ()
+        if steps := [child for child in children if child.is_dir() and step_of(child) is not None]:
+            return sorted(steps, key=lambda child: (step_of(child) or 0, child.name))
     what = "there is no checkpoint in" if path.exists() else "there is no folder at"
     raise CheckpointError(f"{what} '{path}'; pass a run directory or a step-... folder")
 
@@ -187,21 +171,18 @@ def inspect(path: Path) -> CheckpointInfo:
     saved = datetime.datetime.fromtimestamp(newest, datetime.UTC).astimezone()
     status: Status = "superseded" if path.name.startswith("superseded-") else "complete"
     problem = None
-    if not (path / MANIFEST_FILE).is_file():
-        status, problem = "incomplete", f"no {MANIFEST_FILE}"
-    else:
-        try:
+    try:
+        if not (path / MANIFEST_FILE).is_file():
+            status, problem = "incomplete", f"no {MANIFEST_FILE}"
+        else:
             checkpoint, manifest = open_checkpoint(path), read_manifest(path)
             for name in manifest.root:
                 check_size(path, name, manifest)
             read_structure(path, manifest, checkpoint.config.model)
-        except BoostError as error:
-            status, problem = "damaged", str(error)
-        else:
-            position = checkpoint.position
-            notes = [f"unusable: {position.trouble}"] if position.trouble else []
-            notes += [f"unproven: {position.doubt}"] if position.doubt else []
-            problem = "; ".join(notes) or None
+            marks = {"unusable": checkpoint.position.trouble, "unproven": checkpoint.position.doubt}
+            problem = "; ".join(f"{kind}: {mark}" for kind, mark in marks.items() if mark) or None
+    except BoostError as error:
+        status, problem = "damaged", str(error)
     return CheckpointInfo(path, step_of(path), status, sum(stat.st_size for stat in stats), saved, problem)
 
 

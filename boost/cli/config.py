@@ -53,17 +53,12 @@ def _print_presets(as_json: bool) -> None:
     counts = {name: parameter_count(config.model) for name, config in configs.items()}
     rows, cells = [], []
     for name in sorted(counts, key=lambda name: (name != "demo", name.partition("-")[0], counts[name])):
-        model, parallel, seq_len, what = (
-            configs[name].model,
-            configs[name].parallel,
-            configs[name].train.seq_len,
-            summary(name),
-        )
+        model, parallel, train = configs[name].model, configs[name].parallel, configs[name].train
         row = {"preset": name, "family": model.family, "parameters": counts[name]}
         row |= {field: getattr(model, field) for field in ("dim", "ffn_dim", "layers", "heads", "rank")}
-        rows.append(row | {"tp": parallel.tp, "pp": parallel.pp, "seq_len": seq_len, "what": what})
-        numbers = (model.dim, model.layers, model.rank or "", parallel.tp, seq_len)
-        cells.append((name, model.family, format_count(counts[name]), *numbers, what))
+        rows.append(row | {"tp": parallel.tp, "pp": parallel.pp, "seq_len": train.seq_len, "what": summary(name)})
+        numbers = (model.dim, model.layers, model.rank or "", parallel.tp, train.seq_len)
+        cells.append((name, model.family, format_count(counts[name]), *numbers, summary(name)))
     if as_json:
         print(json.dumps(rows, indent=2))
         return

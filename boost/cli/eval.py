@@ -3,11 +3,10 @@
 import argparse
 import importlib.util
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
-from boost.cli.terminal import print_rows
+from boost.cli.terminal import add_options, print_rows
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,6 +14,23 @@ if TYPE_CHECKING:
 
     from boost.parallel.mesh import Mesh
     from boost.train.checkpoint import Checkpoint
+
+
+OPTIONS = {
+    "--store PATH": "token store to evaluate (default: the store or mixture used for training)",
+    "--split {heldout,train}": "split (default: heldout)",
+    "--batch N": "sequences per batch (default: train.micro_batch)",
+    "--max-tokens N": "evaluate about N tokens, spread evenly over the split (default: all)",
+    "--by-document": "evaluate the first train.seq_len tokens of each document, as GaLore, LORO and CoLA do, instead of all tokens",
+    "--json": "print JSON",
+}
+OF_TASKS = {
+    "--tasks NAME[,NAME]": "evaluate these tasks instead of a split",
+    "--task-folder DIR": "folder with more tasks (YAML files); needs --trust-task-code",
+    "--trust-task-code": "allow --task-folder, whose files can run any code: Python functions (!function) and Jinja templates",
+    "--fewshot N": "few-shot examples per question (default: set by the task)",
+    "--limit N": "evaluate only the first N questions of each task",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -32,40 +48,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "  boost eval runs/demo --tasks mine --task-folder my-tasks --trust-task-code",
     )
     add_checkpoint_arguments(parser)
-    parser.add_argument(
-        "--store", metavar="PATH", help="token store to evaluate (default: the store or mixture used for training)"
-    )
-    parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="split (default: heldout)")
-    parser.add_argument(
-        "--batch", type=int, default=0, metavar="N", help="sequences per batch (default: train.micro_batch)"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="evaluate about N tokens, spread evenly over the split (default: all)",
-    )
-    parser.add_argument(
-        "--by-document",
-        action="store_true",
-        help="evaluate the first train.seq_len tokens of each document, as GaLore, LORO and CoLA do, instead of all tokens",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    group = parser.add_argument_group("tasks from lm-evaluation-harness (pip install lm_eval)")
-    group.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate these tasks instead of a split")
-    group.add_argument(
-        "--task-folder", type=Path, metavar="DIR", help="folder with more tasks (YAML files); needs --trust-task-code"
-    )
-    group.add_argument(
-        "--trust-task-code",
-        action="store_true",
-        help="allow --task-folder, whose files can run any code: Python functions (!function) and Jinja templates",
-    )
-    group.add_argument(
-        "--fewshot", type=int, metavar="N", help="few-shot examples per question (default: set by the task)"
-    )
-    group.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N questions of each task")
+    add_options(parser, OPTIONS, split="heldout", batch=0, max_tokens=0)
+    add_options(parser.add_argument_group("tasks from lm-evaluation-harness (pip install lm_eval)"), OF_TASKS)
     return parser
 
 
@@ -87,10 +71,9 @@ def _check_task_flags(args: argparse.Namespace) -> None:
     for flag, value in (("--store", args.store), ("--max-tokens", args.max_tokens)):
         if value:
             raise ConfigError(f"{flag} = {value} has no effect with --tasks; remove one of them")
-    if args.fewshot is not None and args.fewshot < 0:
-        raise ConfigError(f"--fewshot = {args.fewshot} is too small; smallest valid value: 0")
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit = {args.limit} is too small; smallest valid value: 1")
+    for flag, value, least in (("--fewshot", args.fewshot, 0), ("--limit", args.limit, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{flag} = {value} is too small; smallest valid value: {least}")
     if args.task_folder is not None and not args.task_folder.is_dir():
         raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; pass one with task YAML files")
     if args.task_folder is not None and not args.trust_task_code:
@@ -103,17 +86,21 @@ def _check_task_flags(args: argparse.Namespace) -> None:
 
 
 def evaluate_process(args: argparse.Namespace) -> int:
-    """Runs the evaluation in one process of the mesh; the main process prints the result."""
+    """Runs the evaluation in one process of the mesh."""
+    from boost.train.rendezvous import close_mesh
+
+    mesh = (_evaluate_tasks if args.tasks else _evaluate_split)(args)
+    mesh.barrier()
+    close_mesh()
+    return 0
+
+
+def _evaluate_split(args: argparse.Namespace) -> "Mesh":
+    """Evaluates the split in this process of the mesh, which it returns; the main process prints the result. Raises BoostError."""
     from boost.data.fit import check_vocabulary
     from boost.data.mixture import Corpus
     from boost.train.evaluate import evaluate
-    from boost.train.rendezvous import close_mesh
 
-    if args.tasks:
-        mesh = _evaluate_tasks(args)
-        mesh.barrier()
-        close_mesh()
-        return 0
     checkpoint, config, mesh, decoder = open_model(args)
     corpus = Corpus.open({args.store: 1.0} if args.store else config.data.sources)
     for store in corpus.stores:
@@ -141,9 +128,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
         elif losses:
             facts |= {f"loss on {name}": loss for name, loss in losses.items()}
         dump(facts, args.json)
-    mesh.barrier()
-    close_mesh()
-    return 0
+    return mesh
 
 
 def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":

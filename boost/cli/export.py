@@ -4,10 +4,19 @@ import argparse
 import sys
 from pathlib import Path
 
+from boost.cli.terminal import add_options
 from boost.train.rundir import require_checkpoint_folder
 
 FILE_BYTES = 5 * 10**9
 """Maximum size of a weight file. Only one file at a time is held in memory."""
+
+
+OPTIONS = {
+    "--dtype {bfloat16,float16,float32}": "dtype of the weights (default: as stored)",
+    "--no-merge": "svd: keep A and B instead of merging them into W = B A",
+    "--own-format": "cola: write BoostForCausalLM, which transformers can shard (TP), instead of the official CoLA format",
+    "--json": "print JSON",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -29,18 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="run directory (latest checkpoint), RUN@best (best checkpoint), or step-... folder",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="output folder; must be empty or not exist")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: as stored)"
-    )
-    parser.add_argument(
-        "--no-merge", action="store_true", help="svd: keep A and B instead of merging them into W = B A"
-    )
-    parser.add_argument(
-        "--own-format",
-        action="store_true",
-        help="cola: write BoostForCausalLM, which transformers can shard (TP), instead of the official CoLA format",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_options(parser, OPTIONS)
     return parser
 
 

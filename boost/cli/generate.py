@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
+from boost.cli.terminal import add_options
 from boost.data.chat import Message
 from boost.data.tokenizer import TextStream, continuation
 from boost.errors import ConfigError
@@ -26,6 +27,22 @@ MAX_TOKENS = 1 << 20
 
 Prompt = str | list[Message]
 """Text, or the messages of a chat."""
+
+
+OPTIONS = {
+    "--prompt TEXT...": "text to continue; may be repeated (default: piped text, or else a new document)",
+    "--prompts FILE": 'file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line; with --chat, {"messages": '
+    '[{"role": "user", "content": "text"}, ...]} is also valid',
+    "--chat": "treat prompts as user messages, using the checkpoint's chat template",
+    "--samples N": "texts per prompt (default 1); sample i uses the seed SEED + i",
+    "--max-tokens N": "maximum number of new tokens (default 200)",
+    "--greedy": "always take the most likely token; same as --temperature 0",
+    "--temperature TEMPERATURE": "sampling temperature (default 0.8)",
+    "--top-k K": "sample from the K most likely tokens (default 0: all)",
+    "--top-p P": "nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
+    "--seed SEED": "seed (default 0); the same seed gives the same text",
+    "--json": "print one line of JSON per text, with the keys prompt (or messages), text, tokens and, with --samples, sample",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -45,21 +62,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add_checkpoint_arguments(parser)
     parser.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="text to continue; may be repeated (default: piped text, or else a new document)",
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line; with --chat, {"messages": '
-        '[{"role": "user", "content": "text"}, ...]} is also valid',
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="treat prompts as user messages, using the checkpoint's chat template"
-    )
-    parser.add_argument(
         "--batch",
         dest="batch_size",
         type=int,
@@ -67,36 +69,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N",
         help="sequences to generate at a time (default 16); the key/value cache grows in proportion",
     )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=1,
-        metavar="N",
-        help="texts per prompt (default 1); sample i uses the seed SEED + i",
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default 200)"
-    )
-    parser.add_argument(
-        "--greedy", action="store_true", help="always take the most likely token; same as --temperature 0"
-    )
-    parser.add_argument("--temperature", type=float, default=0.8, help="sampling temperature (default 0.8)")
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default 0: all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=0.95,
-        metavar="P",
-        help="nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed (default 0); the same seed gives the same text")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one line of JSON per text, with the keys prompt (or messages), text, tokens and, with --samples, sample",
-    )
+    add_options(parser, OPTIONS, samples=1, max_tokens=200, temperature=0.8, top_k=0, top_p=0.95, seed=0)
     return parser
 
 
@@ -121,7 +94,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     """The prompts of --prompt and --prompts, in this order. Without either: piped text, or else one empty prompt."""
     prompts: list[Prompt] = list(args.prompt or [])
     if args.prompts:
-        prompts += _prompts_of_file(args.prompts, args.chat)
+        prompts += _prompts_of_file(str(args.prompts), args.chat)
     elif not prompts and _is_piped():
         prompts.append(_decoded(sys.stdin.buffer.read(), "standard input").removesuffix("\n"))
     for prompt in prompts:
@@ -318,7 +291,6 @@ class Generation:
         return text + rest
 
     def _print_text(self, given: list[Prompt], prompt: int, sample: int, before: list[int], tokens: list[int]) -> None:
-        """Prints one of several texts."""
         said, text, samples = given[prompt], continuation(self._tokenizer, before, tokens), self._args.samples
         if self._args.json:
             line: dict[str, object] = {"prompt" if isinstance(said, str) else "messages": said}

@@ -5,9 +5,31 @@ import sys
 from pathlib import Path
 
 from boost.cli.export import FILE_BYTES
-from boost.cli.terminal import print_rows
+from boost.cli.terminal import add_options, print_rows
 from boost.errors import ConfigError
 from boost.text import JsonObject, printable
+
+OPTIONS = {
+    "--tokenizer PATH": "tokenizer.json or its folder (default: the one in DIR)",
+    "--dtype {bfloat16,float32}": "dtype of weights (default: as stored; float32 for factors)",
+    "--untie": "import embedding and head as two tensors if they are one in DIR",
+    "--allow-nonfinite": "import weights that are NaN or infinite, and print how many",
+}
+RANKS = {
+    "--rank R": "factorize: rank of every linear",
+    "--energy FRACTION": "factorize: fraction of the squared singular values of each linear to keep, such as 0.95",
+    "--budget FRACTION": "factorize, with --calibrate: parameters of all factors as a fraction of the parameters that they "
+    "replace, such as 0.6; embedding, norms and head are not counted",
+}
+MORE = {
+    "--calibrate STORE": "with --budget: token store whose training split is used for calibration; ranks depend on how much the "
+    "loss would rise if each direction were dropped",
+    "--calibrate-tokens N": "with --calibrate: number of calibration tokens, spread evenly over the split (default 262144)",
+    "--multiple N": "with --energy: round ranks up to a multiple of N (default 1); with --budget: ranks are multiples of N "
+    "(default 8)",
+    "--device {auto,cpu,cuda}": "device for calibration and SVD (default: a GPU if available)",
+    "--json": "print JSON, including the error of every linear",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -31,58 +53,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "source", metavar="DIR", help="Hugging Face folder; to factorize, also a boost run or checkpoint"
     )
     parser.add_argument("--out", required=True, metavar="CHECKPOINT", help="output folder; must be empty or not exist")
-    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json or its folder (default: the one in DIR)")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="dtype of weights (default: as stored; float32 for factors)"
-    )
-    parser.add_argument(
-        "--untie",
-        action="store_true",
-        help="import embedding and head as two tensors if they are one in DIR",
-    )
-    parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="import weights that are NaN or infinite, and print how many"
-    )
-    ranks = parser.add_mutually_exclusive_group()
-    ranks.add_argument("--rank", type=int, metavar="R", help="factorize: rank of every linear")
-    ranks.add_argument(
-        "--energy",
-        type=float,
-        metavar="FRACTION",
-        help="factorize: fraction of the squared singular values of each linear to keep, such as 0.95",
-    )
-    ranks.add_argument(
-        "--budget",
-        type=float,
-        metavar="FRACTION",
-        help="factorize, with --calibrate: parameters of all factors as a fraction of the parameters that they replace, such "
-        "as 0.6; embedding, norms and head are not counted",
-    )
-    parser.add_argument(
-        "--calibrate",
-        metavar="STORE",
-        help="with --budget: token store whose training split is used for calibration; ranks depend on how much the loss would "
-        "rise if each direction were dropped",
-    )
-    parser.add_argument(
-        "--calibrate-tokens",
-        type=int,
-        metavar="N",
-        help="with --calibrate: number of calibration tokens, spread evenly over the split (default 262144)",
-    )
-    parser.add_argument(
-        "--multiple",
-        type=int,
-        metavar="N",
-        help="with --energy: round ranks up to a multiple of N (default 1); with --budget: ranks are multiples of N (default 8)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="device for calibration and SVD (default: a GPU if available)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, including the error of every linear")
+    add_options(parser, OPTIONS)
+    add_options(parser.add_mutually_exclusive_group(), RANKS)
+    add_options(parser, MORE, device="auto")
     return parser
 
 

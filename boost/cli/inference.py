@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from boost.config import Config
 from boost.config.rules import check
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from boost.models.decoder import Decoder
     from boost.parallel.mesh import Mesh
     from boost.train.checkpoint import Checkpoint
+    from boost.train.evaluate import Evaluation
 
     OpenModel = tuple[Checkpoint, Config, Mesh, Decoder]
 
@@ -106,6 +107,23 @@ def open_model(args: argparse.Namespace, read_files: "Callable[[Checkpoint], obj
         return checkpoint, config, mesh, decoder
 
     return read_checkpoint(path, load, mesh)
+
+
+def evaluate_heldout(
+    checkpoint: str | Path, run: Config, isolate: bool | None = None, **options: Any
+) -> "tuple[Config, Evaluation]":
+    """Evaluates a checkpoint on the held-out text of `run`, in sequences of its length, on this process. Also returns the
+    checkpoint's configuration. `isolate`: whether to isolate documents; None: as in training. `options`: those of `evaluate`."""
+    from boost.data.store import TokenStore
+    from boost.train.evaluate import evaluate
+    from boost.train.rendezvous import close_mesh
+
+    _, config, mesh, decoder = open_model(argparse.Namespace(checkpoint=str(checkpoint), tp=1, device=run.run.device))
+    split, train = TokenStore.open(Path(run.data.store)).split("heldout"), run.train
+    isolate = config.data.isolate_documents if isolate is None else isolate
+    result = evaluate(decoder, split, train.seq_len, train.micro_batch, isolate, mesh, **options)
+    close_mesh()
+    return config, result
 
 
 def dump(value: Mapping[str, object], as_json: bool) -> None:

@@ -142,7 +142,6 @@ def _row_as_json(row: "CollectiveRow") -> dict[str, object]:
 
 
 def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
-    """Prints the tables."""
     # For a pipe, the default of 80 columns would wrap the rows of large models.
     console = result_console(100)
     config = inspection.config

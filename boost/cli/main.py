@@ -18,9 +18,7 @@ from boost.text import escape_output, print_error, printable
 from boost.version import __version__
 
 COMMAND_GROUPS = {
-    "data": {
-        "prepare": "tokenize files, a Hugging Face dataset or a code corpus",
-    },
+    "data": {"prepare": "tokenize files, a Hugging Face dataset or a code corpus"},
     "training": {
         "recipe": "reproduce a published run, or shrink and heal a published model",
         "train": "train a model",

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from boost.cli.terminal import add_options
 from boost.config import load, presets
 from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, validated
@@ -20,6 +21,18 @@ from boost.text import JsonObject
 if TYPE_CHECKING:
     from boost.plan.candidates import Request
     from boost.plan.hardware import Hardware
+
+
+OPTIONS = {
+    "--memory-margin FRACTION": "fraction of usable memory to leave free for fragmentation and prediction error (default 0.08)",
+    "--json": "print JSON",
+    "--explain": "break down the time and memory of the best plan",
+    "--svg FILE": "draw the grid of --by-gpus (.svg, .png or .pdf)",
+    "--write FILE": "write the best plan as a configuration for 'boost train'",
+    "--force": "let --write overwrite an existing file",
+    "--by-gpus": "find the fastest layout for several batch sizes (tokens per step) and numbers of GPUs, up to --gpus",
+    "--worth": "compare the low-rank model with dense ones of equal shape, parameters, FLOPs and time",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -53,35 +66,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")
     parser.add_argument("--seq", type=int, metavar="L", help="tokens per sequence (default: from the model)")
     parser.add_argument(
-        "--memory-margin",
-        metavar="M",
-        type=float,
-        default=0.08,
-        help="fraction of usable memory to leave free for fragmentation and prediction error (default 0.08)",
-    )
-    parser.add_argument(
         "--gpu-hours", type=float, metavar="H", help="say how many tokens the best plan trains in H GPU-hours"
     )
     parser.add_argument(
         "--budget-usd", type=float, nargs=2, metavar=("USD", "PRICE"), help="the same for USD at PRICE per GPU-hour"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--explain", action="store_true", help="break down the time and memory of the best plan")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the grid of --by-gpus (.svg, .png or .pdf)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the best plan as a configuration for 'boost train'"
-    )
-    parser.add_argument("--force", action="store_true", help="let --write overwrite an existing file")
-    parser.add_argument(
-        "--by-gpus",
-        action="store_true",
-        help="find the fastest layout for several batch sizes (tokens per step) and numbers of GPUs, up to --gpus",
-    )
-    parser.add_argument(
-        "--worth",
-        action="store_true",
-        help="compare the low-rank model with dense ones of equal shape, parameters, FLOPs and time",
-    )
+    add_options(parser, OPTIONS, memory_margin=0.08)
     parser.set_defaults(takes_overrides=True)
     return parser
 

@@ -3,7 +3,9 @@
 import argparse
 import itertools
 import json
+import re
 import shlex
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,8 +51,6 @@ RUNNERS_UP = 8
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The result of a search."""
-
     args: argparse.Namespace
     request: Request
     search: Search
@@ -185,7 +185,6 @@ def flags(config: Config, source: str) -> list[str]:
 
 
 def launch(report: PlanReport) -> list[str]:
-    """Returns the lines of the launch command."""
     parallel, hardware = report.best.config.parallel, report.request.hardware
     per_node = hardware.per_host or hardware.per_node
     command, gpus = report.command, parallel.world_size
@@ -200,23 +199,11 @@ def launch(report: PlanReport) -> list[str]:
     return lines
 
 
-def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
+def _wrapped(first: str, words: Sequence[str]) -> list[str]:
     """Wraps a command with backslashes. A flag stays on the same line as its value."""
-    pieces: list[str] = []
-    for word in words:
-        quoted = shlex.quote(word)
-        if pieces and pieces[-1].startswith("--") and " " not in pieces[-1]:
-            pieces[-1] += f" {quoted}"
-        else:
-            pieces.append(quoted)
-    lines, line = [], first
-    for piece in pieces:
-        if len(line) + len(piece) > width:
-            lines.append(line + " \\")
-            line = "    " + piece
-        else:
-            line += " " + piece
-    return [*lines, line]
+    command = re.sub(r" (?!--)", "\0", f"{first} {shlex.join(words)}")  # breaks only before flags
+    lines = textwrap.wrap(command, 97, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines).replace("\0", " ").split("\n")
 
 
 def asked_words(args: argparse.Namespace) -> list[str]:
@@ -260,7 +247,6 @@ def as_json(plan: Plan, hardware: Hardware) -> dict[str, object]:
 
 
 def print_json(report: PlanReport) -> None:
-    """Prints the whole result as JSON."""
     args, search, hardware = report.args, report.search, report.request.hardware
     train = report.best.config.train
     result = {
@@ -287,7 +273,6 @@ def print_json(report: PlanReport) -> None:
 
 
 def print_report(report: PlanReport) -> None:
-    """Prints the best plan, how to run it, the runners-up, and notes."""
     from rich.text import Text
 
     out, args = console(), report.args
@@ -349,14 +334,11 @@ def model_words(config: Config, name: str) -> str:
 
 
 def print_plan(out: "Console", plan: Plan, hardware: Hardware) -> None:
-    """Prints the choices and predictions for one configuration."""
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
-    room = (
-        f"{plan.memory / plan.usable:.0%}"
-        if plan.shortfall <= 0
-        else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
-    )
+    room = f"{plan.memory / plan.usable:.0%}"
+    if plan.shortfall > 0:
+        room = f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     spread = spread_of(plan.config, hardware)
     low, high = format_seconds(time.seconds * spread.low), format_seconds(time.seconds * spread.high)
     likely = f"{10 * spread.inside:.0f} in 10 runs take {low} to {high}"
@@ -426,14 +408,12 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
     if "train.steps" not in asked:
         whole = train.steps * tokens
         enough = -(-TOKENS_PER_PARAMETER * parameters // tokens)
+        once = (
+            f", one pass over {store} {-(-read_meta(store)['splits']['train']['tokens'] // tokens):,}" if known else ""
+        )
         yield (
             f"train.steps = {train.steps:,} means {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
-            f"{TOKENS_PER_PARAMETER} tokens per parameter take {enough:,} steps"
-            + (
-                f", one pass over {store} {-(-read_meta(store)['splits']['train']['tokens'] // tokens):,}"
-                if known
-                else ""
-            )
+            f"{TOKENS_PER_PARAMETER} tokens per parameter take {enough:,} steps{once}"
         )
     if not asked & {"data.store", "data.mixture"}:
         yield (
@@ -477,7 +457,6 @@ SHOWN = 0.97
 
 
 def print_explanation(plan: Plan, hardware: Hardware) -> None:
-    """Prints the breakdown of time, GEMMs, collectives and memory."""
     out = console()
     passes = Predictor(hardware).passes(plan.config)
     rank = max(range(len(passes)), key=lambda rank: passes[rank].total)

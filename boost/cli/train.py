@@ -3,12 +3,26 @@
 import argparse
 from pathlib import Path
 
+from boost.cli.terminal import add_options
 from boost.config import Config, for_weights, load, presets
 from boost.data.store import read_meta
 from boost.errors import ConfigError, StoppedError
 from boost.train.faults import KINDS, Fault, parse_fault
 from boost.train.rundir import require_checkpoint_folder
 from boost.train.signals import StopRequest
+
+OPTIONS = {
+    "--resume auto|PATH": "auto: resume from the latest complete checkpoint in run.dir, or start a new run if there is none; "
+    "PATH: resume from that checkpoint or run directory (RUN@best: its best checkpoint)",
+    "--restart": "with --resume auto: start over at step 0 if the checkpoints of an earlier run are gone (an error by default)",
+    "--start-from CHECKPOINT|RUN": "start at step 0 with the weights of a checkpoint, a run or an imported model, and a fresh "
+    "optimizer; [model] comes from the checkpoint (a [model] in CONFIG must be the same); train.seq_len defaults to the "
+    "checkpoint's, and optim.lr to 3e-4 (1e-4 if latents have an activation)",
+    "--distill-from CHECKPOINT": "also learn from the predictions of this model (a run, a checkpoint, or the output of 'boost "
+    "import'); sets distill.teacher; [distill] sets the weights and the temperature",
+    "--inject-fault KIND@STEP[:RANK]...": "inject a fault on rank RANK (default 0) at step STEP, to test recovery; may be "
+    "repeated; kinds are listed below",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -40,37 +54,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; optional with --start-from"
     )
-    parser.add_argument(
-        "--resume",
-        metavar="auto|PATH",
-        help="auto: resume from the latest complete checkpoint in run.dir, or start a new run if there is none; "
-        "PATH: resume from that checkpoint or run directory (RUN@best: its best checkpoint)",
-    )
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="with --resume auto: start over at step 0 if the checkpoints of an earlier run are gone (an error by default)",
-    )
-    parser.add_argument(
-        "--start-from",
-        metavar="CHECKPOINT|RUN",
-        help="start at step 0 with the weights of a checkpoint, a run or an imported model, and a fresh optimizer; [model] "
-        "comes from the checkpoint (a [model] in CONFIG must be the same); train.seq_len defaults to the checkpoint's, and "
-        "optim.lr to 3e-4 (1e-4 if latents have an activation)",
-    )
-    parser.add_argument(
-        "--distill-from",
-        metavar="CHECKPOINT",
-        help="also learn from the predictions of this model (a run, a checkpoint, or the output of 'boost import'); sets "
-        "distill.teacher; [distill] sets the weights and the temperature",
-    )
-    parser.add_argument(
-        "--inject-fault",
-        action="append",
-        default=[],
-        metavar="KIND@STEP[:RANK]",
-        help="inject a fault on rank RANK (default 0) at step STEP, to test recovery; may be repeated; kinds are listed below",
-    )
+    add_options(parser, OPTIONS, inject_fault=[])
     parser.set_defaults(takes_overrides=True, check=check)
     return parser
 
@@ -141,7 +125,6 @@ def _check_and_train(args: argparse.Namespace, config: Config, faults: list[Faul
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """Returns the configuration for the run. Raises ConfigError."""
     if args.distill_from is not None:
         args.overrides = [*args.overrides, "--distill.teacher", args.distill_from]
     if args.start_from is None:

@@ -4,12 +4,23 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from boost.cli.terminal import add_options
 from boost.config import Config, load
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
 from boost.layouts import layout_names
 
 SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
+
+
+OPTIONS = {
+    "--nproc N": "number of processes (default: CONFIG's mesh, or one per GPU, or 2 on CPUs)",
+    "--layout NAME [NAME ...]": "check only these layouts; dp, cp and pp select meshes without a layout (default: all)",
+    "--compile {all,first,none}": "layouts to also check with torch.compile (default: all on GPUs; on CPUs, the first, which takes "
+    "a minute)",
+    "--gpu PROFILE": "hardware profile to compare with (default: the GPU's)",
+    "--out FILE": "report to write (default: verify.json)",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -32,34 +43,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "  boost launch --nnodes 2 --nproc-per-node 8 ... -- verify my.toml   across nodes, without 'runs'",
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file of a run")
-    parser.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="number of processes (default: CONFIG's mesh, or one per GPU, or 2 on CPUs)",
-    )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="run only these sections")
     parser.add_argument(
         "--family",
         choices=tuple(ModelConfig.choices),
         help="model family whose layouts are checked (default: CONFIG's, or cola)",
     )
-    parser.add_argument(
-        "--layout",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="check only these layouts; dp, cp and pp select meshes without a layout (default: all)",
-    )
-    parser.add_argument(
-        "--compile",
-        choices=("all", "first", "none"),
-        help="layouts to also check with torch.compile (default: all on GPUs; on CPUs, the first, which takes a minute)",
-    )
-    parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile to compare with (default: the GPU's)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("verify.json"), metavar="FILE", help="report to write (default: verify.json)"
-    )
+    add_options(parser, OPTIONS, layout=[], out=Path("verify.json"))
     parser.set_defaults(takes_overrides=True, check=check)
     return parser
 

@@ -5,7 +5,7 @@ recovery.py    collective operations, and recovery when replicas are lost or rej
 membership.py  the protocol by which replicas agree on the membership, through a store
 groups.py      process groups whose collectives can be abandoned
 mesh.py        a mesh whose replicas change
-trainer.py     the trainer: gradients, steps and saves; optimizer.py, hooks.py
+step.py        the step: gradients that can be summed again; optimizer.py, hooks.py
 beats.py       tracks which processes respond; supervise.py: the launcher's part
 
 No code outside this package depends on it, except where run.recovery is read. docs/recovery.md explains the design.

@@ -170,13 +170,7 @@ class RecoverableGroup(dist.ProcessGroup):
             _abandoned.append(self)
         disconnect_abandoned()
 
-    def disconnect(self) -> None:
-        """Closes the connections, so that other processes in this group stop waiting. An open connection costs CPU
-        time: gloo's thread spins when unclaimed data arrives."""
-        self._backends.clear()
-
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Sets the timeout for collectives that start later."""
         for backend in self._backends.values():
             backend._set_default_timeout(timeout)
 
@@ -217,9 +211,7 @@ class RecoverableGroup(dist.ProcessGroup):
             raise PeersLostError(f"{what}: the membership has ended")
         with self._marked():
             while True:
-                completed = (
-                    work.is_completed()
-                )  # checked first: a wait may time out just before the collective completes
+                completed = work.is_completed()  # checked first: a wait may time out just before the end
                 try:
                     if device.type == "cuda":  # returns immediately; only the stream waits
                         work.wait()
@@ -327,8 +319,10 @@ def disconnect_abandoned() -> None:
     with _abandoned_lock:
         ended = [group for group in _abandoned if not group.is_busy()]
         _abandoned[:] = [group for group in _abandoned if group not in ended]
-    for group in ended:
-        group.disconnect()
+    for (
+        group
+    ) in ended:  # so that other processes stop waiting, and gloo's thread does not spin when unclaimed data arrives
+        group._backends.clear()
 
 
 def has_abandoned() -> bool:

@@ -41,7 +41,6 @@ class MembershipChange(RunEvent):
     """Time from detection on this process until all processes were connected."""
 
     def line(self) -> str:
-        """The change as one line for the console."""
         gone = [f"lost replica {replica} ({why})" for replica, why in self.lost]
         back = [f"replica {replica} rejoined" for replica in self.joined]
         what = "; ".join(gone + back) or "replicas reconnected"
@@ -50,7 +49,6 @@ class MembershipChange(RunEvent):
         )
 
     def numbers(self) -> dict[str, float]:
-        """The number of replicas."""
         return {"replicas": self.replicas}
 
 

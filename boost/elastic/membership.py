@@ -5,11 +5,9 @@ propose the next one to admit a replica. Each process then reports its state and
 The first process that sees all reports writes the decision with one compare-and-set. The store accepts only one
 decision per number, so a run cannot split into two histories.
 
-Survivors need a majority of the votes. Every member of the previous membership has one vote, unless it is known to be
-dead. The store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the
-replicas in half, the half that reaches the store continues and the other half stops. A minority that reaches the store
-while the majority is silent also stops. If members consider each other silent, the first one to report this wins, because
-a member on the list of silent members cannot add other members to it.
+Survivors need a majority of the votes. Every member of the previous membership has one vote, unless it is known to be dead. The
+store breaks ties. If members consider each other silent, the first one to report this wins, because a member on the list of silent
+members cannot add other members to it.
 """
 
 import json
@@ -18,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from boost.errors import ExcludedError, TrainingError
 from boost.parallel.mesh import share
@@ -78,16 +77,12 @@ class Decision:
     refused: str = ""
     """Why training cannot continue; empty if it can."""
 
-    @classmethod
-    def parse(cls, text: str) -> "Decision":
-        """Inverse of `json.dumps(asdict(decision))`."""
-        values = json.loads(text)
-        members = tuple(Member(**one) for one in values.pop("members"))
-        return cls(**values | {"members": members, "joined": tuple(values["joined"])})
-
     def place(self, member: Member) -> int | None:
         """The member's index; None if it is not in this membership."""
         return self.members.index(member) if member in self.members else None
+
+
+_REPORT, _DECISION = TypeAdapter(Report), TypeAdapter(Decision)
 
 
 class Coordinator:
@@ -107,7 +102,6 @@ class Coordinator:
         self.store.set(f"over/{number}", reason)
 
     def is_over(self, number: int) -> bool:
-        """Whether a process has ended this membership."""
         return self.store.check([f"over/{number}"])
 
     def exclude(self, incarnation: str, why: str, text: str) -> None:
@@ -200,8 +194,7 @@ class Coordinator:
         return decision if decision.place(member) is not None else None
 
     def decision(self, number: int) -> Decision:
-        """Reads a decision from the store."""
-        return Decision.parse(self.store.get(f"decision/{number}").decode())
+        return _DECISION.validate_json(self.store.get(f"decision/{number}"))
 
     def latest(self, since: int = 0) -> Decision | None:
         """The newest decision; the search starts at number `since`."""
@@ -267,8 +260,7 @@ class Coordinator:
             keys = [f"report/{number}/{member.incarnation}/{process}" for process in range(self._processes)]
             if not self.store.check(keys):
                 return None
-            values = [json.loads(self.store.get(key)) for key in keys]
-            reports[member] = [Report(**one | {"held": tuple(one["held"])}) for one in values]
+            reports[member] = [_REPORT.validate_json(self.store.get(key)) for key in keys]
         with_state = {member: own for member, own in reports.items() if all(report.has_state for report in own)}
         lost = {
             member.incarnation: gone.get(member, "did not receive the state")
@@ -277,15 +269,16 @@ class Coordinator:
         }
         survivors = len(with_state)
         voters = sum(not why.startswith(DEAD) for why in lost.values()) + survivors
+        refused = ""
         if not survivors:
             count = len(before.members)
             refused = f"no replica with weights is left (replicas before the loss: {count}); resume with --resume auto"
-            return Decision(number, (), refused=refused, lost=lost)
-        if 2 * survivors < voters:
+        elif 2 * survivors < voters:
             refused = (
                 f"{survivors} of {voters} replicas respond, which is not a majority: the other {voters - survivors} may be "
                 "training elsewhere; find out why they do not respond, then resume with --resume auto"
             )
+        if refused:
             return Decision(number, (), refused=refused, lost=lost)
         all_reports = [report for own in with_state.values() for report in own]
         newest = max(all_reports, key=lambda report: report.operation)

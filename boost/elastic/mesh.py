@@ -9,7 +9,7 @@ import datetime
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,11 +66,8 @@ def open_replica(
     return Replica(device, axes_of(sizes, device, timeout_s)[1], process, size)
 
 
-class Together(Protocol):
-    """Runs an operation on all processes, and returns its result (`Mesh.together`)."""
-
-    def __call__(self, operation: Callable[[], T], /) -> T:
-        """Runs the operation."""
+Together = Callable[[Callable[[], Any]], Any]
+"""Runs an operation on all processes, and returns its result (`Mesh.together`)."""
 
 
 @dataclass(eq=False)

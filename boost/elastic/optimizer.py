@@ -76,7 +76,6 @@ class Division:
         return tuple(self.names[index] for index in dict.fromkeys((piece, second)))
 
     def pieces_of(self, name: str | None) -> list[int]:
-        """Pieces that a replica holds."""
         return [piece for piece in range(len(self.names)) if name in self.holders(piece)]
 
     def rows(self, tensor: Tensor, piece: int) -> range:
@@ -226,7 +225,6 @@ class DividedAdamW(Optimizer):
     # Changes of replicas.
 
     def transfer_info(self) -> JsonObject:
-        """The number of updates and the division."""
         return {"updates": self.updates, "division": list(self.division.names)}
 
     def load_transfer_info(self, info: JsonObject) -> None:
@@ -309,7 +307,6 @@ def transfer_of(optimizer: Optimizer) -> WholeTransfer | DividedAdamW:
 
 
 def _rows_view(tensor: Tensor, rows: range) -> Tensor:
-    """A view of some rows in a stored tensor."""
     return tensor.detach()[rows.start : rows.stop]
 
 

@@ -1,10 +1,8 @@
 """In-step recovery (run.recovery = "in-step"): the current step completes without the lost replica, which rejoins between two
 steps after a restart. docs/recovery.md explains the design; `boost.elastic.membership` implements the agreement protocol.
 
-All processes run the same sequence of collective operations: a step's sums and statistics, an evaluation, a save. A process
-completes an operation only after all processes have entered it. So if a replica is lost, the survivors are in the same operation
-or in two consecutive ones. Processes that are one operation behind take the result from the others. Otherwise, all
-survivors repeat the operation. Weights depend only on these results and change identically on every process.
+All processes run the same sequence of collective operations, and a process completes one only after all have entered it. So if a
+replica is lost, the survivors are in the same operation or in two consecutive ones: those behind take its result, or all repeat it.
 """
 
 import dataclasses
@@ -39,7 +37,7 @@ from boost.train.best_effort import best_effort
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.failures import is_lost_connection
-from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
+from boost.train.heartbeat import Beat, apply_timeout, board_of
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet
@@ -77,7 +75,7 @@ class Recovery:
             # torchrun sets the opposite, so this overwrites any earlier value.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes
-        number, process, store, self._store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
+        number, process, store, self.store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
         self.replica = open_replica(parallel, device, store, process, run.startup_timeout_s)
         self.member = Member(number, incarnation)
         self.slot, self.slots = number * replica_size(parallel) + process, parallel.world_size
@@ -92,8 +90,8 @@ class Recovery:
         self._is_fitting, self._early = False, list[MembershipChange]()
         self._repeats_save = False
         """Whether a save was abandoned, which the remaining replicas repeat."""
-        self._beats = MemberBeats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
-        self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
+        self._beats = MemberBeats(board_of(self.store), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
+        self._coordinator = Coordinator(self.store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
         self._agrees_since: float | None = None
 
@@ -115,19 +113,13 @@ class Recovery:
             self._guard = StoreGuard(where, PATIENCE * run.heartbeat_timeout_s, self._waits_since)
         threading.Thread(target=self._watch, name="boost-recovery", daemon=True).start()
 
-    def board(self) -> Board:
-        """Where the processes of all replicas publish their heartbeats."""
-        folder = launch_dir()
-        return FolderBoard(folder) if folder else StoreBoard(self._store)
-
     def beats(self) -> list[Beat]:
-        """The latest heartbeat from each process."""
         return self._beats.board.read(self.slots)
 
     @property
     def is_over(self) -> bool:
         """Whether any process has completed the last operation in the run."""
-        return self._store.check(["done"])
+        return self.store.check(["done"])
 
     def exclude_slow(self, member: Member, text: str) -> None:
         """Excludes a slow member; the others continue without it."""
@@ -258,18 +250,16 @@ class Recovery:
         number, self.decision = decision.number, decision
         self.membership = Membership(number, lambda reason: self._coordinator.end_membership(number, reason))
         self._coordinator.wait_until_ready(decision, self.member, self.replica.process)
-        self.mesh.become(join_members(self.replica, decision, self.member, self._store, self.membership))
+        self.mesh.become(join_members(self.replica, decision, self.member, self.store, self.membership))
         apply_timeout()
 
     # Rejoining replicas.
 
     @property
     def is_short(self) -> bool:
-        """Whether a replica is missing."""
         return len(self.decision.members) * self.replica.size < self.slots
 
     def has_waiting(self) -> bool:
-        """Whether a replica is waiting to join."""
         return self._coordinator.has_waiting(self.decision)
 
     def admit(self) -> None:
@@ -335,10 +325,10 @@ class Recovery:
         """Raises StoppedError after a stop signal to this process or another one in a waiting replica."""
         key = f"stopped/{self.member.incarnation}"
         if name := self._stopped():
-            self._store.set(key, name)
+            self.store.set(key, name)
             raise StoppedError(name)
-        if self._store.check([key]):
-            raise StoppedError(self._store.get(key).decode())
+        if self.store.check([key]):
+            raise StoppedError(self.store.get(key).decode())
 
     def _transfer_state(self, newcomer: Trainer | None = None) -> None:
         """Sends weights, moments and position to joining replicas from the first replica that has them. Collective.
@@ -355,13 +345,13 @@ class Recovery:
         donor = next(i for i, m in enumerate(self.decision.members) if m.incarnation not in self.decision.joined)
         dp, key = self.mesh.dp, f"state/{self.decision.number}"
         if dp.rank == donor and self.replica.process == 0:
-            self._store.set(key, json.dumps(state_of(trainer)))
+            self.store.set(key, json.dumps(state_of(trainer)))
         if newcomer is not None:
-            while not self._store.check([key]):
+            while not self.store.check([key]):
                 if self.membership.over.is_set():
                     raise PeersLostError("the membership ended before this replica received the training position")
                 time.sleep(0.01)
-            take_state(newcomer, json.loads(self._store.get(key)))
+            take_state(newcomer, json.loads(self.store.get(key)))
         weights, takes = [fused.tensor.detach() for fused in trainer.fused_params], newcomer is not None
         for tensor in weights:
             sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
@@ -381,7 +371,7 @@ class Recovery:
 
     def _watch(self) -> None:
         """Detects the end of the membership, in a separate thread, while the main thread computes or waits."""
-        store = self._store if launch_dir() else getattr(self._store, "clone", lambda: self._store)()
+        store = self.store if launch_dir() else self.store.clone()  # type: ignore[attr-defined]
         coordinator = Coordinator(store, self.slots, 1, self._beats.status)
         excluded_at: float | None = None
         while not self._closed.wait(WATCH_S):
@@ -434,7 +424,7 @@ class Recovery:
     def close(self) -> None:
         """Call when the run is complete, after its last operation."""
         with best_effort("tell replicas that want to rejoin that the run is over"):
-            self._store.set("done", "")
+            self.store.set("done", "")
         self._closed.set()
         self.membership.end()  # torch warns about communicators that are still open
         self.membership.leave()
@@ -513,40 +503,35 @@ _KINDS: dict[str, Callable[..., Result]] = {kind.__name__: kind for kind in get_
 
 
 def encode(value: object) -> object:
-    """Encodes an operation's result, or the error that it raised, for processes that are one operation behind."""
+    """Encodes an operation's result, or the error that it raised, for processes that are one operation behind: a scalar as itself,
+    anything else as [type, content]. The content of an unknown type is None."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
-        return {"path": str(value)}
+        return ["Path", str(value)]
     if isinstance(value, BoostError):
-        return {"error": type(value).__name__, "text": str(value)}
+        return [type(value).__name__, str(value)]
     if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [encode(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": {key: encode(each) for key, each in value.items()}}
-    if isinstance(value, Result):
-        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, "fields": fields}
-    return {"unknown": type(value).__name__}
+        return ["list" if isinstance(value, list) else "tuple", [encode(each) for each in value]]
+    if isinstance(value, dict | Result):
+        named = value if isinstance(value, dict) else vars(value)
+        return [type(value).__name__, {name: encode(each) for name, each in named.items()}]
+    return [type(value).__name__, None]
 
 
 def decode(value: Any) -> object:
     """Inverse of `encode`. If the operation raised an error, raises it again."""
-    if not isinstance(value, dict):
+    if not isinstance(value, list):
         return value
-    if "path" in value:
-        return Path(value["path"])
-    if "error" in value:
-        known = getattr(errors, value["error"], TrainingError)
-        raise known(value["text"])
-    if "list" in value:
-        return [decode(each) for each in value["list"]]
-    if "tuple" in value:
-        return tuple(decode(each) for each in value["tuple"])
-    if "dict" in value:
-        return {key: decode(each) for key, each in value["dict"].items()}
-    if "kind" in value:
-        return _KINDS[value["kind"]](**{name: decode(each) for name, each in value["fields"].items()})
-    raise TrainingError(
-        f"a replica was lost during the exchange of a result of type {value['unknown']}; resume with --resume auto"
-    )
+    kind, content = value
+    if isinstance(content, list):
+        parts = [decode(each) for each in content]
+        return tuple(parts) if kind == "tuple" else parts
+    if isinstance(content, dict):
+        named = {name: decode(each) for name, each in content.items()}
+        return _KINDS[kind](**named) if kind in _KINDS else named
+    if kind == "Path":
+        return Path(content)
+    if content is not None:
+        raise getattr(errors, kind, TrainingError)(content)
+    raise TrainingError(f"a replica was lost during the exchange of a result of type {kind}; resume with --resume auto")

@@ -38,7 +38,7 @@ class ElasticSession(Session):
 
     def heartbeat(self, on_hang: Callable[[str], None]) -> Heartbeat:
         slot = replace(self.mesh, rank=self.recovery.slot, size=self.recovery.slots)
-        return Heartbeat(slot, self.config.run, on_hang, self.recovery.board, self.recovery.member.incarnation)
+        return Heartbeat(slot, self.config.run, on_hang, self.recovery.store, self.recovery.member.incarnation)
 
     def faults(self, faults: Sequence[Fault]) -> Hook:
         return FaultInjection(list(faults), self._wait_for_newcomer)
@@ -65,7 +65,6 @@ class ElasticSession(Session):
             self.recovery.trainer = trainer  # after this, a lost replica does not end the run
 
     def failed(self, error: Exception) -> None:
-        """Tells the other replicas that this one failed."""
         self.recovery.failed(error)
 
     def close(self) -> None:

@@ -86,7 +86,6 @@ class RecoverableStepper(Stepper):
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches per global batch."""
         return self.config.train.global_batch // self.config.train.micro_batch
 
     def batch(self, position: Position) -> StepData:

@@ -42,7 +42,6 @@ class Supervisor:
 
     @classmethod
     def of(cls, config: Config) -> "Supervisor":
-        """Builds the supervisor for a configured run."""
         places = [(*replica_of_rank(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
         numbers = range(config.parallel.dp)
         return cls([[rank for of, _, rank in sorted(places) if of == n] for n in numbers], config.run.replica_restarts)

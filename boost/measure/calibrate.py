@@ -6,40 +6,33 @@ All processes measure at the same time, as in training, then one process measure
 
 import itertools
 import math
-import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tomli_w
 import torch
+from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
-from boost.files import replace_text
+from boost.files import replace_text, storage_errors
 from boost.machine import cpu_model
-from boost.measure.speed import (
-    Point,
-    Stopwatch,
-    any_process,
-    attention_points,
-    collective_points,
-    gemm_points,
-    kernel_points,
-)
+from boost.measure.speed import Point, Stopwatch, attention_points, collective_points, gemm_points, kernel_points
 from boost.measure.steps import time_passes
 from boost.parallel.mesh import Mesh
 from boost.plan.hardware import Hardware, HostTime
 from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
 from boost.text import JsonObject
+from boost.train.agreement import run_on_main
+from boost.train.hardware import total_memory
 from boost.train.progress import progress
 from boost.train.rendezvous import close_mesh, open_mesh, world_size
-from boost.train.rundir import storage_errors
 
 PROCESSES = "together"
 ALONE = "alone"
@@ -78,11 +71,10 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
             links += collective_points(watch, getattr(torch, name), sizes)
     if mesh.is_main:
         profile = profile_of(mesh, points, probes, links)
-    host = _host_us(mesh, profile) if mesh.is_main else {}
+        profile["host_us"] = _host_us(mesh, profile)
     mesh.barrier()
     drift, refused = watch.probe.least(10) / watch.reference, False
     if mesh.is_main:
-        profile["host_us"] = host
         errors = [
             (f"{kind}, {dtype}", fit_gemm(_gemms(sweep, dtype))[1])
             for kind, sweep in points.items()
@@ -103,7 +95,7 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
                 out.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(out, tomli_w.dumps(profile))
             print(summary(Hardware.model_validate(profile), points, out))
-    refused = any_process(mesh, refused)
+    refused = run_on_main(mesh, lambda: refused)
     mesh.barrier()
     close_mesh()
     return int(refused)
@@ -120,9 +112,7 @@ def profile_of(
     cuda, count = mesh.device.type == "cuda", torch.get_num_threads()
     device = torch.cuda.get_device_name(mesh.device) if cuda else cpu_model()
     threads = "" if cuda else f" of {count} {'thread' if count == 1 else 'threads'}"
-    total = (
-        torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
-    )
+    total = total_memory(mesh.device) / (1 if cuda else mesh.size)
     link = {"name": "NVLink or PCIe" if cuda else "loopback", "processes": max(mesh.size, 2)} | _link(links, mesh.size)
     profile: JsonObject = {
         "title": f"{device}, {'1 process' if mesh.size == 1 else f'{mesh.size} processes'}{threads}",
@@ -284,7 +274,6 @@ def _host_us(mesh: Mesh, profile: JsonObject) -> dict[str, float]:
 
 
 def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:
-    """Summarizes a profile in a few lines."""
     lines = [f"{hardware.title}: {out}"]
     for kind, sweep in points.items():
         for dtype in sorted({point.dtype for point in sweep}):
@@ -322,8 +311,9 @@ def problems(profile: JsonObject, fit_errors: Sequence[tuple[str, float]], drift
     `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: the probe's time after the calibration, divided by
     its time before.
     """
-    for name, number in _numbers(profile):
-        if not math.isfinite(number) or number < 0:
+    for path, number in tree_flatten_with_path(profile)[0]:
+        if isinstance(number, int | float) and (not math.isfinite(number) or number < 0):
+            name = ".".join(key.key for key in path if isinstance(key, MappingKey))
             yield Problem(f"{name} = {number:g} is not a valid speed", True)
     for sweep in [profile["speeds"], *([profile["alone"]] if "alone" in profile else [])]:
         for dtype, speed in sweep["gemm"].items():
@@ -339,15 +329,3 @@ def problems(profile: JsonObject, fit_errors: Sequence[tuple[str, float]], drift
             yield Problem(f"the GEMM fit has a mean error of {error:.0%} ({name})", not error < WORST_FIT_ERROR)
     if not drift < DRIFT:
         yield Problem(f"the machine slowed down by a factor of {drift:.1f} during calibration", not drift < WORST_DRIFT)
-
-
-def _numbers(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in tree.items():
-        listed = value if isinstance(value, list) else [value]
-        for item in listed:
-            if isinstance(item, dict):
-                yield from _numbers(item, f"{prefix}{key}.")
-            elif isinstance(item, list):
-                yield from ((f"{prefix}{key}", float(number)) for number in item if isinstance(number, int | float))
-            elif isinstance(item, int | float) and not isinstance(item, bool):
-                yield f"{prefix}{key}", float(item)

@@ -199,12 +199,10 @@ def weights(model: Model) -> ByName:
 
 def local_parts(model: Model, whole: ByName) -> ByName:
     """This process's shards of unsharded tensors."""
-    return {
-        part.parameter.name: local_slice(part.parameter, model.layout, whole[part.parameter.name]).narrow(
-            0, part.offset, part.rows
-        )
-        for _, part in _slices(model)
-    }
+    shards = (
+        (part, local_slice(part.parameter, model.layout, whole[part.parameter.name])) for _, part in _slices(model)
+    )
+    return {part.parameter.name: shard.narrow(0, part.offset, part.rows) for part, shard in shards}
 
 
 def _slices(model: Model) -> Iterator[tuple[FusedParam, ParamSlice]]:

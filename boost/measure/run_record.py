@@ -107,9 +107,8 @@ def read_run(path: Path) -> RunRecord:
             line["loss"] = line["cross_entropy"]
     steps, evaluations = ([line for line in lines if line["kind"] == kind] for kind in ("step", "eval"))
     names = ((re.fullmatch(r"config(?:\.(\d+))?\.toml", file.name), file) for file in path.glob("config*.toml"))
-    _, file = max(
-        (int(name[1] or 1), file) for name, file in names if name
-    )  # the configuration of the last start, with every field resolved
+    # The configuration of the last start, with every field resolved.
+    _, file = max((int(name[1] or 1), file) for name, file in names if name)
     try:
         train = tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train")
         total = train.get("steps") if isinstance(train, dict) else None

@@ -93,10 +93,8 @@ class Stopwatch:
         once = self._sample(call, 1)
         repeats = max(1, min(math.ceil(LEAST_SECONDS / max(once, 1e-7)), 1000))
         if collective:  # the same number of repetitions on all processes
-            repeats = int(
-                sent.all_reduce(torch.tensor(float(repeats), device=self.mesh.device), _world(self.mesh))
-                / self.mesh.size
-            )
+            total = sent.all_reduce(torch.tensor(float(repeats), device=self.mesh.device), self.mesh.everyone)
+            repeats = int(total / self.mesh.size)
         is_shared = self.mesh.device.type == "cpu"
         before = self.probe.seconds() if is_shared else 0.0
         median = statistics.median(self._sample(call, repeats) for _ in range(self.samples))
@@ -205,7 +203,7 @@ def collective_points(
     """Every kind of collective over an axis (default: all processes), with payloads of `sizes` bytes, defined as in
     `config.traffic.Collective`."""
     mesh = watch.mesh
-    axis = axis or _world(mesh)
+    axis = axis or mesh.everyone
     p = axis.size
     for size in sizes:
         elements = max(size // dtype.itemsize // p * p, p)
@@ -220,17 +218,6 @@ def collective_points(
         for kind, call in calls.items():
             seconds = watch.seconds(call, collective=True)
             yield _point(kind, dtype, (elements * dtype.itemsize,), seconds)
-
-
-def any_process(mesh: Mesh, said: bool) -> bool:
-    """Whether `said` is true on any process. Collective: all processes must call this function."""
-    if mesh.size == 1:
-        return said
-    return bool(sent.all_reduce(torch.tensor(float(said), device=mesh.device), _world(mesh)) > 0)
-
-
-def _world(mesh: Mesh) -> Axis:
-    return Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD)
 
 
 def _point(name: str, dtype: torch.dtype, shape: tuple[int, ...], seconds: float) -> Point:

@@ -108,7 +108,6 @@ class ObservedStep:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent by this process."""
         return sum(c.sent_bytes for c in self.collectives)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from boost import errors
 from boost.errors import BoostError, ConfigError, LostRunError
@@ -43,9 +42,9 @@ def run_on_all(
         bug: BaseException | None = None
         try:
             outcome = ("", "", action())
-        except (Exception, dcp.api.CheckpointException) as error:  # CheckpointException does not derive from Exception
+        except Exception as error:
             outcome = (root_cause(error), type(error).__name__ if isinstance(error, BoostError) else "", None)
-            if not isinstance(error, OSError | BoostError | MemoryError | dcp.api.CheckpointException):
+            if not isinstance(error, OSError | BoostError | MemoryError):
                 bug = error
         outcomes = [outcome]
         if mesh.size > 1:
@@ -75,10 +74,7 @@ def run_on_main(
 
 
 def root_cause(error: BaseException) -> str:
-    """The error as one line, unwrapped from torch.distributed.checkpoint's exception."""
-    if isinstance(error, dcp.api.CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"process {rank}: {root_cause(cause)}"
+    """The error as one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
     return " ".join(str(error).split()) or type(error).__name__

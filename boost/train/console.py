@@ -38,7 +38,6 @@ class PlainConsole:
         self.close()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Shows one optimizer step."""
         eta = self.eta(metrics)
         if metrics.step in (self._first, self._total) or metrics.step % self._every == 0:
             self.note(step_line(metrics, self._total, eta))
@@ -53,11 +52,9 @@ class PlainConsole:
         return pace * (self._total - metrics.step)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        """Shows one evaluation."""
         self.note(evaluation_line(metrics, self._total))
 
     def note(self, text: str) -> None:
-        """Shows one line of text."""
         print(printable(text), file=self._out or sys.stdout, flush=True)
 
     def close(self) -> None:
@@ -186,11 +183,11 @@ def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`; for a mixture, followed by
     `  (c4 4.5012  code 3.9007)`."""
     sources = "  ".join(f"{name} {loss:.4f}" for name, loss in metrics.heldout_losses.items())
+    mixture = f"  ({sources})" if sources else ""
     return (
         f"eval {_step_of_total(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
         f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {format_count(metrics.tokens, 2)} tokens"
-        + f"  ({sources})"
-        * bool(sources)
+        f"{mixture}"
     )
 
 

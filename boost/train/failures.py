@@ -110,7 +110,6 @@ class FailureReport:
 
 
 def failure_report(error: BaseException, rank: int) -> FailureReport:
-    """Builds the report for `error`, raised in process `rank`."""
     trace = "".join(traceback.format_exception(error))
     kind, name, code = "boost", type(error).__name__, BoostError.exit_code
     if isinstance(error, HangError):

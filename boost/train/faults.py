@@ -70,8 +70,6 @@ def parse_fault(text: str, steps: int, world_size: int) -> Fault:
 
 
 class FaultInjection(Hook):
-    """Injects this process's faults."""
-
     def __init__(self, faults: list[Fault], wait: Callable[[], object] = lambda: None) -> None:
         """`wait`: the action of that name."""
         self._faults, self._wait = faults, wait
@@ -92,7 +90,6 @@ class FaultInjection(Hook):
             next(s.tensor.grad for s in trainer.fused_params if s.tensor.grad is not None).view(-1)[0] = float("nan")
 
     def actions(self, trainer: "Trainer") -> dict[str, Callable[[], object]]:
-        """The action for each kind of fault."""
         return {
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),

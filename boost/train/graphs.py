@@ -8,8 +8,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,25 +32,16 @@ RunPasses = Callable[[Sequence[HostBatch], int], Tensor]
 """Runs the passes on batches (on the host or the device) of so many micro-batches. Sets the gradients and returns the loss."""
 
 
-class Graph(Protocol):
-    """Operations that are recorded once and run many times."""
-
-    def capture(self) -> AbstractContextManager[None]:
-        """Context manager that records what this process launches, without running it."""
-
-    def replay(self) -> None:
-        """Launches everything recorded, on the current stream."""
-
-
 class CudaGraph:
-    """torch's CUDA graph, with its own memory pool. Captures on a side stream."""
+    """torch's CUDA graph: operations that are recorded once and run many times, with a memory pool of its own."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """See `Graph`. Restarts torch's count of the peak of allocated memory, which includes what the capture allocates."""
+        """Context manager that records what this process launches, on a side stream, without running it. Restarts torch's count of
+        the peak of allocated memory, which includes what the capture allocates."""
         # By default, a capture fails if another thread queries an event or pins memory meanwhile, as the prefetcher does.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             yield
@@ -60,11 +50,11 @@ class CudaGraph:
         torch.cuda.reset_peak_memory_stats()
 
     def replay(self) -> None:
-        """See `Graph`."""
+        """Launches everything recorded, on the current stream."""
         self._graph.replay()
 
 
-GRAPHS: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 """Graphs by device type."""
 
 
@@ -79,7 +69,7 @@ class CapturedPasses:
         self._warm_up = 0
         """Steps left before the capture."""
         self._calls = 0
-        self._graph: Graph | None = None
+        self._graph: CudaGraph | None = None
         self._inputs: list[HostBatch] = []
         self._gradients: list[Tensor | None] = []
         self._loss = torch.empty(0)
@@ -106,7 +96,7 @@ class CapturedPasses:
         self._graph.replay()
         return self._loss
 
-    def _capture(self, batches: Sequence[HostBatch], micro_batches: int) -> Graph:
+    def _capture(self, batches: Sequence[HostBatch], micro_batches: int) -> CudaGraph:
         self._inputs = [HostBatch(*(torch.empty_like(x, device=self._device) for x in batch)) for batch in batches]
         for fused in self._fused_params:
             fused.tensor.grad = None

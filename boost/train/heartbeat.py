@@ -26,6 +26,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from boost.config.schema import RunConfig
 from boost.parallel.exchange import last_exchanges
@@ -104,14 +105,13 @@ class Beat:
     """Seconds per micro-batch of the latest forward and backward passes; 0 if unknown."""
     pid: int = 0
 
-    @classmethod
-    def parse(cls, text: str) -> "Beat":
+    @staticmethod
+    def parse(text: str) -> "Beat":
         """Inverse of `json.dumps(asdict(beat))`. Raises ValueError for any other text."""
-        try:
-            values = json.loads(text)
-            return cls(**values | {"issued": {name: Issued(**one) for name, one in values["issued"].items()}})
-        except (AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError("not a heartbeat") from error
+        return _BEAT.validate_json(text)
+
+
+_BEAT = TypeAdapter(Beat)
 
 
 class FolderBoard:
@@ -122,7 +122,6 @@ class FolderBoard:
         self._folder = folder
 
     def post(self, rank: int, text: str) -> None:
-        """Publishes a heartbeat of `rank`, replacing its previous one."""
         descriptor = os.open(self._folder / f"beat{rank}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             size = max(os.fstat(descriptor).st_size, _BEAT_BYTES)
@@ -151,7 +150,7 @@ class StoreBoard:
     """Heartbeats as keys in the run's store, over a separate connection, because the main thread's may be blocked."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store: dist.Store = getattr(store, "clone", lambda: store)()  # older torch releases share the connection
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=SILENCE_S))
 
     def post(self, rank: int, text: str) -> None:
@@ -168,6 +167,12 @@ class StoreBoard:
 
 Board = FolderBoard | StoreBoard
 """Publishes and reads heartbeats."""
+
+
+def board_of(store: dist.Store | None) -> Board:
+    """Where a run's processes publish heartbeats: the launcher's folder or, without one, the run's store (None: torch's)."""
+    folder = launch_dir()
+    return FolderBoard(folder) if folder else StoreBoard(store or dist.distributed_c10d._get_default_store())
 
 
 # This process's state. There is only one run at a time, because torch has one default process group.
@@ -206,9 +211,11 @@ def enter(phase: Phase, step: int | None = None) -> None:
 
 
 def apply_timeout() -> None:
-    """Applies the timeout of the current phase, also to process groups created during it."""
+    """Applies the timeout of the current phase to later collectives, also of process groups created during it, and publishes the
+    phase."""
     if _current is not None:
-        _current.phase_changed()
+        set_timeout(_current.timeout_s + _current.margin_s)
+        _current.wake.set()
 
 
 def set_pace(seconds: float) -> None:
@@ -238,13 +245,13 @@ class Heartbeat:
         mesh: Mesh,
         run: RunConfig,
         on_hang: Callable[[str], None],
-        board: Callable[[], Board] | None = None,
+        store: dist.Store | None = None,
         incarnation: str = "",
     ) -> None:
-        """`board`: where to publish heartbeats, by default the launcher's folder or the run's store. `incarnation`: see `Beat`."""
+        """`store`: the run's, by default torch's (`board_of`). `incarnation`: see `Beat`."""
         self.rank, self.size = mesh.rank, mesh.size
-        self._make_board, self._incarnation = board, incarnation
-        self._margin = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
+        self._store, self._incarnation = store, incarnation
+        self.margin_s = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
         self._timeouts = {
             Phase.START_UP: run.startup_timeout_s,
             Phase.STEP: run.timeout_s,
@@ -254,7 +261,7 @@ class Heartbeat:
         self._on_hang = on_hang
         self._main = threading.main_thread().ident
         self._over = False
-        self._wake = threading.Event()
+        self.wake = threading.Event()
         self._count = 0
         self._board: Board | None = None
         self._is_store_silent = False
@@ -267,15 +274,10 @@ class Heartbeat:
         _state.phase, _state.step = Phase.START_UP, 0
         if self.size > 1:
             _current = self
-            if self._make_board is not None:
-                self._board = self._make_board()
-            elif folder := launch_dir():
-                self._board = FolderBoard(folder)
-            else:
-                self._board = StoreBoard(dist.distributed_c10d._get_default_store())
+            self._board = board_of(self._store)
             with best_effort("write heartbeats"):
                 self._post()
-            set_timeout(self.timeout_s + self._margin)
+            set_timeout(self.timeout_s + self.margin_s)
             self._thread.start()
         return self
 
@@ -283,7 +285,7 @@ class Heartbeat:
         global _current
         _current = None
         self._over = True
-        self._wake.set()
+        self.wake.set()
         if self._thread.is_alive():
             self._thread.join(SILENCE_S if kind else 60)  # after an error, the thread's connection may hang
         if self._board is not None and not self._thread.is_alive():
@@ -292,13 +294,7 @@ class Heartbeat:
 
     @property
     def timeout_s(self) -> float:
-        """Timeout of the current phase, in seconds."""
         return self._timeouts[_state.phase]
-
-    def phase_changed(self) -> None:
-        """Applies the timeout of the current phase to subsequent collectives, and publishes the phase."""
-        set_timeout(self.timeout_s + self._margin)
-        self._wake.set()
 
     def diagnose(self, waited: bool = True) -> str | None:
         """One line with the names of the processes that this one waits for; None if no process is at fault. `waited`: whether this
@@ -368,8 +364,8 @@ class Heartbeat:
         progress: object = None
         since = seen = time.monotonic()
         while not self._over:
-            self._wake.wait(INTERVAL_S)
-            self._wake.clear()
+            self.wake.wait(INTERVAL_S)
+            self.wake.clear()
             try:
                 beat = self._post()
             except (OSError, RuntimeError) as error:  # the store's host is gone; the collectives will fail too

@@ -52,19 +52,7 @@ TrainingError on the others) before anything is written. An error in `teardown` 
 from typing import TYPE_CHECKING, ClassVar
 
 from boost.text import JsonObject
-from boost.train.events import (
-    BadStep,
-    EvaluationEnd,
-    Rollback,
-    RunEvent,
-    SampleEnd,
-    SaveEnd,
-    SaveStart,
-    StepEnd,
-    StepStart,
-    TrainEnd,
-    TrainStart,
-)
+from boost.train import events
 
 if TYPE_CHECKING:  # this module is imported before torch
     from boost.train.loop import Trainer
@@ -79,32 +67,32 @@ class Hook:
     def setup(self, trainer: "Trainer") -> None:
         """Acquires resources such as files and connections. Called before any hook gets `on_train_start`."""
 
-    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+    def on_train_start(self, trainer: "Trainer", event: events.TrainStart) -> None:
         """Called once before the first step."""
 
-    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
+    def before_step(self, trainer: "Trainer", event: events.StepStart) -> None:
         """Called before each step."""
 
     def after_backward(self, trainer: "Trainer") -> None:
         """Called in each step after gradients are reduced, before their norm is computed and they are clipped and applied."""
 
-    def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
+    def on_bad_step(self, trainer: "Trainer", event: events.BadStep) -> None:
         """Called before `after_step` for a step with a non-finite loss or gradient norm, on all processes.
 
         `trainer.position` is already the position after the step.
         """
 
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+    def after_step(self, trainer: "Trainer", event: events.StepEnd) -> None:
         """Called after each step, including bad steps."""
 
-    def before_save(self, trainer: "Trainer", event: SaveStart) -> str | None:
+    def before_save(self, trainer: "Trainer", event: events.SaveStart) -> str | None:
         """Called before a checkpoint is written. Return a reason to refuse it, None to allow it."""
         return None
 
-    def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
+    def after_save(self, trainer: "Trainer", event: events.SaveEnd) -> None:
         """Called after a checkpoint is complete."""
 
-    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
+    def on_event(self, trainer: "Trainer", event: events.RunEvent) -> None:
         """Called for any other event at any point in the run, such as the loss or return of a replica."""
 
     def state(self) -> JsonObject:
@@ -114,19 +102,19 @@ class Hook:
     def take_state(self, state: JsonObject) -> None:
         """Loads the `state` that the same hook had on another process."""
 
-    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+    def on_rollback(self, trainer: "Trainer", event: events.Rollback) -> None:
         """Called after a rollback has loaded the weights, optimizer state and position of an earlier checkpoint."""
 
-    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+    def on_evaluation(self, trainer: "Trainer", event: events.EvaluationEnd) -> None:
         """Called after each evaluation."""
 
-    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
+    def on_sample(self, trainer: "Trainer", event: events.SampleEnd) -> None:
         """Called for each text sample, after an evaluation (train.sample_tokens)."""
 
     def on_warning(self, trainer: "Trainer", text: str) -> None:
         """Called for each `trainer.warn(text)` on this process."""
 
-    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
+    def on_train_end(self, trainer: "Trainer", event: events.TrainEnd) -> None:
         """Called once at the end of the run, unless it failed."""
 
     def teardown(self, trainer: "Trainer") -> None:

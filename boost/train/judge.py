@@ -50,7 +50,6 @@ class Judge:
         return {"trouble": trouble, **{name: getattr(self, name) for name in _COUNTS}}
 
     def take_state(self, state: JsonObject) -> None:
-        """Inverse of `state`."""
         self.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
         for name in _COUNTS:
             setattr(self, name, state[name])

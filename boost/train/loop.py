@@ -17,38 +17,17 @@ from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_corpus
 from boost.data.mixture import Corpus
-from boost.errors import (
-    BoostError,
-    DamagedCheckpointError,
-    NonFiniteError,
-    StorageError,
-    TrainingError,
-)
+from boost.errors import BoostError, DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
 from boost.parallel.weights import forget_gathered
 from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
+from boost.train import events
 from boost.train.agreement import require_same, run_on_all
 from boost.train.checkpoint import Checkpoint, CheckpointSaver, Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
-from boost.train.events import (
-    AnyHook,
-    BadStep,
-    EvalMetrics,
-    EvaluationEnd,
-    Rollback,
-    RunTrouble,
-    SaveEnd,
-    SaveStart,
-    StepEnd,
-    StepMetrics,
-    StepStart,
-    TrainEnd,
-    TrainResult,
-    TrainStart,
-)
 from boost.train.hardware import StepClock, memory_bytes, mfu, peak_flops
 from boost.train.heartbeat import Phase, enter
 from boost.train.judge import Judge
@@ -82,7 +61,7 @@ class Trainer:
         config: Config,
         mesh: Mesh,
         run: RunDirectory,
-        hooks: Sequence[AnyHook] = (),
+        hooks: Sequence[events.AnyHook] = (),
         build_stepper: BuildStepper = Stepper,
     ) -> None:
         """Builds the run's state at step 0. Raises DataError if the token store does not match the configuration.
@@ -100,6 +79,7 @@ class Trainer:
         self.stepper = build_stepper(config, mesh, self.model, self.batches)
         self.fused_params, self.optimizer = self.stepper.fused_params, self.stepper.optimizer
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
+        self.peak_flops = peak_flops(mesh.device, getattr(torch, train.compute_dtype), config.run.peak_tflops)
         self.position = Position(0, 0)
         self.inherited: JsonObject = {}
         """Data that this run's checkpoints inherit from the one that it resumed or started from."""
@@ -110,11 +90,11 @@ class Trainer:
         self.all_hooks = list(hooks)
         """All hooks of the run; `hooks` are those that run on this process."""
         self.hooks = [hook for hook in self.all_hooks if mesh.is_main or not hook.main_only]
-        self.recent: list[StepMetrics | EvalMetrics] = []
+        self.recent: list[events.StepMetrics | events.EvalMetrics] = []
         """Metrics of the latest step."""
         self.takes_over = False
         """Whether this process becomes the main process of a run in progress, whose latest step may not have been recorded yet."""
-        self._main_only_hook: AnyHook | None = None
+        self._main_only_hook: events.AnyHook | None = None
         """The main-only hook that is running, if any."""
         self.requested = StepFlags.NONE
         """What this process requests with the next step's statistics, in addition to a stop."""
@@ -165,7 +145,7 @@ class Trainer:
             else:
                 self.resumed_from = checkpoint.path
                 if checkpoint.position.doubt:
-                    self.judge.trouble = RunTrouble(checkpoint.position.doubt, ruined=False)
+                    self.judge.trouble = events.RunTrouble(checkpoint.position.doubt, ruined=False)
                 self.warnings += resume_warnings(checkpoint, resume_from, self.config)
                 log.info("resumed from %s at step %d", checkpoint.path, self.position.step)
                 break
@@ -234,25 +214,23 @@ class Trainer:
         """Whether no step is left."""
         return self.position.step >= self.config.train.steps
 
-    def fit(self) -> TrainResult:
+    def fit(self) -> events.TrainResult:
         """Trains from the current position to the end and then evaluates. Stops early on a signal or at the request of a hook.
 
         Hooks save checkpoints: periodically, when the run stops, and after the last step.
         """
-        dtype = getattr(torch, self.config.train.compute_dtype)
-        peak = peak_flops(self.mesh.device, dtype, self.config.run.peak_tflops)
         try:
             self.notify("setup")
-            self.notify("on_train_start", TrainStart(self.position.step, self.config.train.steps))
+            self.notify("on_train_start", events.TrainStart(self.position.step, self.config.train.steps))
             with StopRequest() as self._signals:
-                stopped = self._train(peak)
+                stopped = self._train()
                 # Keep catching signals, so that a late one does not discard the results of a saved run.
                 self.finish_save()
                 evaluation = None if stopped else self.evaluate()
                 if not stopped and evaluation is None:
                     stopped = StepFlags.SIGNAL
                 result = self._result(stopped, evaluation)
-                self.notify("on_train_end", TrainEnd(result))
+                self.notify("on_train_end", events.TrainEnd(result))
             return result
         finally:
             self._stop_reason, self.requested = None, StepFlags.NONE
@@ -264,7 +242,7 @@ class Trainer:
                 except Exception:  # the outcome of the run is already decided
                     log.exception("teardown of %s failed", type(hook).__name__)
 
-    def _train(self, peak: float) -> StepFlags:
+    def _train(self) -> StepFlags:
         """Runs steps until the end or until any process requests a stop. Returns the flags that stopped the run, if any."""
         stepper, judge, saver = self.stepper, self.judge, self.saves.saver
         clock = StepClock(stepper.timed_on)
@@ -291,14 +269,15 @@ class Trainer:
             clock.pause()
             if saver.in_flight is not None and self.mesh.together(saver.done_everywhere):
                 self.finish_save()
-            metrics = step_metrics(self, stats, update.lr, seconds, peak)
+            metrics = step_metrics(self, stats, update.lr, seconds)
             self.recent = [metrics]
             if self.run.lock is not None:
                 self.run.lock.require_not_taken()
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             save, joins = StepFlags.SAVE in stats.flags, StepFlags.JOIN in stats.flags
             empty = stats.is_finite and not stats.updates
-            self.notify("after_step", StepEnd(metrics, judge.bad_steps > 0, last, bool(stop), save, empty, joins))
+            end = events.StepEnd(metrics, judge.bad_steps > 0, last, bool(stop), save, empty, joins)
+            self.notify("after_step", end)
             if stop:
                 return stop
             if judge.rollback_reason is not None:
@@ -306,11 +285,10 @@ class Trainer:
         return StepFlags.NONE
 
     def _begin_step(self, clock: StepClock) -> Passes:
-        """Launches the passes for the next step."""
         step = self.position.step
         enter(Phase.STEP, step + 1)
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
-        self.notify("before_step", StepStart(step + 1, lr))
+        self.notify("before_step", events.StepStart(step + 1, lr))
         clock.resume()
         return self._launch_passes(lr)
 
@@ -340,7 +318,7 @@ class Trainer:
         """Counts bad steps. `stats`: statistics for the step that led to the current position."""
         self.judge.bad_steps = 0 if stats.is_finite else self.judge.bad_steps + 1
         if not stats.is_finite:
-            event = BadStep(self.position.step, stats.loss, stats.gradient_norm, self.judge.bad_steps)
+            event = events.BadStep(self.position.step, stats.loss, stats.gradient_norm, self.judge.bad_steps)
             self.notify("on_bad_step", event)
         elif not stats.updates:
             say = log.info if self._said_empty else self.warn
@@ -367,7 +345,7 @@ class Trainer:
         self.position = replace(self.position, skipped=before.skipped + undone)
         self.judge.bad_steps, self.judge.trouble = 0, None
         self.warn(f"{reason}; rolled back to step {self.position.step}, skipping the data of {undone} steps")
-        self.notify("on_rollback", Rollback(self.position.step, before.step, reason))
+        self.notify("on_rollback", events.Rollback(self.position.step, before.step, reason))
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
         """Evaluates the held-out split, or about `max_tokens` of it. Returns None if a signal stops the evaluation. Collective."""
@@ -378,11 +356,11 @@ class Trainer:
             return None
         losses = result.loss, result.perplexity, result.bits_per_byte, result.tokens
         by_source = {name: source.loss for name, source in result.sources.items()}
-        metrics = EvalMetrics(self.position.step, *losses, self.at_end and max_tokens is None, by_source)
+        metrics = events.EvalMetrics(self.position.step, *losses, self.at_end and max_tokens is None, by_source)
         self.recent.append(metrics)
         if self.run.lock is not None:
             self.run.lock.require_not_taken()
-        self.notify("on_evaluation", EvaluationEnd(metrics, complete=max_tokens is None))
+        self.notify("on_evaluation", events.EvaluationEnd(metrics, complete=max_tokens is None))
         return result
 
     def save(self, wait: bool = True) -> Path | None:
@@ -434,7 +412,7 @@ class Trainer:
         step = self.position.step
 
         def ask_hooks() -> list[str]:
-            reasons = self.notify("before_save", SaveStart(step, last))
+            reasons = self.notify("before_save", events.SaveStart(step, last))
             return [str(reason or "refused by a hook") for reason in reasons if reason is not None]
 
         # These requests are not part of the step statistics, because saves are rare and a hook may inspect the current weights.
@@ -451,7 +429,7 @@ class Trainer:
         self._saved = saved.path
         log.info("saved %s", saved.path)
         with self.saves.rescuing(self.judge.marked(self.position), saved.path.parent):
-            self.notify("after_save", SaveEnd(saved.step, saved.path))
+            self.notify("after_save", events.SaveEnd(saved.step, saved.path))
         return saved.path
 
     def check_replicas(self, again: bool = False) -> None:
@@ -491,23 +469,21 @@ class Trainer:
         own = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
         return StepFlags.SIGNAL in reduce_flags(own, self.mesh)
 
-    def _result(self, stopped: StepFlags, evaluation: Evaluation | None) -> TrainResult:
+    def _result(self, stopped: StepFlags, evaluation: Evaluation | None) -> events.TrainResult:
         latest = self._saved or self.saves.latest()
         if not stopped:
-            return TrainResult(self.position, evaluation, latest)
+            return events.TrainResult(self.position, evaluation, latest)
         # A signal takes precedence over a hook, because it determines the exit code, which schedulers rely on.
         by_signal = StepFlags.SIGNAL in stopped
         name = self._signals.name or "a signal to another process"
         reason = name if by_signal else self._stop_reason or "a hook on another process"
-        return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
+        return events.TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
     def notify(self, event: str, *arguments: object) -> list[object]:
         """Calls the method `event` of every hook on this process. Returns their results."""
-        return [
-            self._call(hook, event, *arguments) for hook in list(self.hooks)
-        ]  # a copy, because `add_hooks` may add to it
+        return [self._call(hook, event, *arguments) for hook in list(self.hooks)]  # `add_hooks` may add to it
 
-    def _call(self, hook: AnyHook, event: str, *arguments: object) -> object:
+    def _call(self, hook: events.AnyHook, event: str, *arguments: object) -> object:
         outer = self._main_only_hook
         self._main_only_hook = hook if hook.main_only else outer
         try:
@@ -515,11 +491,11 @@ class Trainer:
         finally:
             self._main_only_hook = outer
 
-    def add_hooks(self, hooks: Sequence[AnyHook]) -> None:
+    def add_hooks(self, hooks: Sequence[events.AnyHook]) -> None:
         """Sets up hooks for a run in progress and adds them before all others."""
         for hook in hooks:
             self._call(hook, "setup")
-            self._call(hook, "on_train_start", TrainStart(self.position.step, self.config.train.steps))
+            self._call(hook, "on_train_start", events.TrainStart(self.position.step, self.config.train.steps))
         self.hooks[:0] = hooks
 
     def _require_all_processes(self, method: str) -> None:
@@ -531,17 +507,17 @@ class Trainer:
             )
 
 
-def step_metrics(trainer: Trainer, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
+def step_metrics(trainer: Trainer, stats: StepStats, lr: float, seconds: float) -> events.StepMetrics:
     """Metrics for the step that led to the trainer's current position."""
     train, mesh = trainer.config.train, trainer.mesh
     speed = train.global_batch * train.seq_len / seconds
-    return StepMetrics(
+    return events.StepMetrics(
         step=trainer.position.step,
         loss=stats.loss,
         lr=lr,
         gradient_norm=stats.gradient_norm,
         tokens_per_second=speed,
-        mfu=mfu(speed, trainer.flops_per_token, mesh.size, peak),
+        mfu=mfu(speed, trainer.flops_per_token, mesh.size, trainer.peak_flops),
         memory_bytes=memory_bytes(mesh.device),
         tokens=trainer.position.tokens,
         seconds=seconds,

@@ -26,13 +26,13 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
-from boost.files import remove_leftovers, temporary_sibling
+from boost.files import remove_leftovers, storage_errors, temporary_sibling
 from boost.paths import require_regular
 from boost.text import JsonObject
 from boost.train.best_effort import best_effort
 from boost.train.events import EvalMetrics, EvaluationEnd, Rollback, RunEvent, SampleEnd, StepEnd, StepMetrics, TrainEnd
 from boost.train.hooks import Hook
-from boost.train.rundir import RunDirectory, flat_config, storage_errors
+from boost.train.rundir import RunDirectory, flat_config
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -45,6 +45,8 @@ REOPEN_S = 60.0
 """Seconds after which a failed write to TensorBoard is retried."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_STRINGS = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+"""How numbers that are not finite are written, by what Python's json makes of them."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,6 @@ class EventFile:
             left = left[self._file.write(left) :]
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -170,21 +171,18 @@ class MetricsWriter:
                 self._trackers.append(module)
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Writes one step or evaluation."""
         kind, prefix = ("step", "train") if isinstance(metrics, StepMetrics) else ("eval", "eval")
         self._add_line(kind, metrics)
         values = dataclasses.asdict(metrics)
         values |= {f"heldout_losses/{name}": loss for name, loss in values.pop("heldout_losses", {}).items()}
-        named = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
-        for name in ("step", "final"):
-            named.pop(f"{prefix}/{name}", None)
+        drawn = {name: value for name, value in values.items() if value is not None and name not in ("step", "final")}
+        named = {f"{prefix}/{name}": value for name, value in drawn.items()}
         self._draw(metrics.step, scalars=named)
         for tracker in self._trackers:
             with best_effort(f"log to {tracker.__name__}", self._warn):
                 tracker.log(named, step=metrics.step)
 
     def event(self, event: RunEvent) -> None:
-        """Writes any other event in the run."""
         self._add_line(event.kind, event)
 
         named = {f"run/{name}": value for name, value in event.numbers().items()}
@@ -197,7 +195,6 @@ class MetricsWriter:
         self._draw(event.step, texts={f"sample/{number}": text})
 
     def end(self, event: RunEnd) -> None:
-        """Records how the run ended."""
         self._add_line("end", event)
         if event.state == "done":
             from torch.utils.tensorboard.summary import hparams
@@ -229,8 +226,9 @@ class MetricsWriter:
 
     def _add_line(self, kind: str, event: "DataclassInstance") -> None:
         with best_effort("write metrics.jsonl", self._warn):
-            values = _finite({"kind": kind, **dataclasses.asdict(event)})
-            self._file.write(json.dumps(values, allow_nan=False) + "\n")
+            values = {name: value for name, value in dataclasses.asdict(event).items() if value is not None}
+            line = json.loads(json.dumps({"kind": kind, **values}), parse_constant=_STRINGS.__getitem__)
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 
     def _draw(self, step: int, **event: Any) -> None:
@@ -252,8 +250,6 @@ class MetricsWriter:
 
 
 class MetricsHook(Hook):
-    """Writes a run's metrics."""
-
     main_only = True
 
     def __init__(self) -> None:
@@ -262,8 +258,6 @@ class MetricsHook(Hook):
         """Step of the last sample, and the sample's number within that step."""
 
     def setup(self, trainer: "Trainer") -> None:
-        tracker_modules(trainer.config)
-
         def warn(text: str) -> None:
             trainer.warn(text)
             trainer.warnings.append(text)  # the console starts later
@@ -400,19 +394,6 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
     return len(damaged)
 
 
-def _finite(values: JsonObject) -> JsonObject:
-    """Converts non-finite numbers to strings, including those in nested dictionaries. Leaves out fields without a value."""
-    return {
-        name: _finite(value)
-        if isinstance(value, dict)
-        else str(value)
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for name, value in values.items()
-        if value is not None
-    }
-
-
 def _from_line(line: bytes, path: Path | str, number: int) -> JsonObject:
     try:
         values = _numbers(json.loads(line), TEXTS)
@@ -423,12 +404,10 @@ def _from_line(line: bytes, path: Path | str, number: int) -> JsonObject:
 
 
 def _numbers(values: JsonObject, texts: Sequence[str] = ()) -> JsonObject:
-    """Inverse of `_finite`."""
-    return {
-        name: _numbers(value)
-        if isinstance(value, dict)
-        else _NOT_FINITE.get(value, value)
-        if isinstance(value, str) and name not in texts
-        else value
-        for name, value in values.items()
-    }
+    """Converts the strings of numbers that are not finite back, in place."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _numbers(value)
+        elif isinstance(value, str) and name not in texts:
+            values[name] = _NOT_FINITE.get(value, value)
+    return values

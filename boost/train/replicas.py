@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from boost.errors import TrainingError
 from boost.models.fused import FusedParam
 from boost.parallel.mesh import Mesh
+from boost.train.agreement import run_on_all
 
 _CHUNK = 1 << 20
 """Elements digested at a time. Each temporary takes 8 MB."""
@@ -62,8 +62,7 @@ def check_replicas(
     moments: Mapping[Tensor, Mapping[str, Tensor]] | None = None,
     conflict: int | None = None,
 ) -> ReplicaReport:
-    """Compares digests of this process's weights, and of its part of their `moments`, with the digests of all copies.
-    Collective: each process sends 5 int64 numbers.
+    """Compares digests of this process's weights, and of its part of their `moments`, with the digests of all copies. Collective.
 
     `conflict`: rank on the dp axis of a process whose copies are already known to have differed from this process's.
 
@@ -77,29 +76,19 @@ def check_replicas(
     held = [p.tensor.detach() for p in fused_params]
     # A maximum preserves NaN and Inf and is a single number; a mask would be as large as the weight.
     largest = [x.abs().amax() if x.numel() else torch.zeros((), device=mesh.device) for x in held]
-    strange = torch.stack([~x.isfinite() for x in largest])
-    other = torch.tensor(0 if conflict is None else conflict + 1, device=mesh.device)
-    local = torch.stack([*digests, other, strange.any().long()])
-    gathered = [torch.empty_like(local) for _ in range(mesh.size)] if mesh.size > 1 else [local]
-    if mesh.size > 1:
-        dist.all_gather(gathered, local, group=mesh.everyone.group)
-    rows = torch.stack(gathered).tolist()
-    mismatches = compare(rows, (mesh.pp.size, mesh.dp_cp.size, mesh.tp.size))
+    finite = torch.stack([x.isfinite() for x in largest]).tolist()
+    strange = [p.slices[0].parameter.name for p, is_finite in zip(fused_params, finite, strict=True) if not is_finite]
+    facts = torch.stack(digests).tolist(), conflict, strange[:1], socket.gethostname()
+    seen = run_on_all(mesh, lambda: facts)
+    mismatches = compare([row for row, *_ in seen], (mesh.pp.size, mesh.dp_cp.size, mesh.tp.size))
     stride = mesh.size // mesh.pp.size // mesh.dp.size
-    for rank, row in enumerate(rows):
-        if row[len(_COPIES)]:
-            source = rank + (row[len(_COPIES)] - 1 - rank // stride % mesh.dp.size) * stride
+    for rank, (_, other, *_) in enumerate(seen):
+        if other is not None:
+            source = rank + (other - rank // stride % mesh.dp.size) * stride
             mismatches.append(Mismatch(tuple(sorted({rank, source})), 2, certain=False))
-    mismatches = list(dict.fromkeys(mismatches))
-    if not mismatches and not any(row[-1] for row in rows):
-        return ReplicaReport()
-    names = [p.slices[0].parameter.name for p, bad in zip(fused_params, strange.tolist(), strict=True) if bad]
-    facts: list[tuple[str, list[str]]] = [(socket.gethostname(), names[:1])]
-    if mesh.size > 1:
-        facts = facts * mesh.size
-        dist.all_gather_object(facts, (socket.gethostname(), names[:1]), group=mesh.everyone.group)
-    not_finite = tuple((rank, name) for rank, (_, bad) in enumerate(facts) for name in bad)
-    return ReplicaReport(tuple(mismatches), not_finite, tuple(host for host, _ in facts))
+    not_finite = tuple((rank, name) for rank, (*_, names, _) in enumerate(seen) for name in names)
+    hosts = tuple(host for *_, host in seen) if mismatches or not_finite else ()
+    return ReplicaReport(tuple(dict.fromkeys(mismatches)), not_finite, hosts)
 
 
 def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None:

@@ -20,20 +20,13 @@ from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, Trainin
 from boost.format import format_count
 from boost.parallel.weights import require_torch
 from boost.text import print_error, printable, printable_text
+from boost.train import failures
 from boost.train.agreement import run_on_main
 from boost.train.best_effort import outliving_terminal
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import checkpoint_path, fallback_folder, open_checkpoint
 from boost.train.console import ConsoleHook
 from boost.train.events import TrainResult
-from boost.train.failures import (
-    failure_report,
-    first_sentence,
-    is_lost_connection,
-    is_timeout,
-    memory_advice,
-    out_of_memory,
-)
 from boost.train.faults import Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat, process_name
 from boost.train.hooks import Hook
@@ -76,15 +69,12 @@ class Session:
         return False
 
     def heartbeat(self, on_hang: Callable[[str], None]) -> Heartbeat:
-        """This process's heartbeat."""
         return Heartbeat(self.mesh, self.config.run, on_hang)
 
     def faults(self, faults: Sequence[Fault]) -> Hook:
-        """The hook that injects these faults."""
         return FaultInjection(list(faults))
 
     def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> Trainer:
-        """Builds the trainer."""
         return Trainer(self.config, self.mesh, run, [*hooks, *builtin_hooks(self.config)])
 
     def start(self, trainer: Trainer, candidates: list[Path], start_from: str | None) -> None:
@@ -95,7 +85,6 @@ class Session:
         """Called when the run fails with `error` on this process."""
 
     def close(self) -> None:
-        """Leaves the mesh when the run is complete."""
         close_mesh()
 
 
@@ -178,7 +167,7 @@ def train(
             error = HangError(message)
             log.error("%s", message)
             folder = launch_dir()
-            if folder is None or not failure_report(error, int(os.environ["RANK"])).write(folder):
+            if folder is None or not failures.failure_report(error, int(os.environ["RANK"])).write(folder):
                 print_error(f"{message}; resume with --resume auto")
             leave(error.exit_code)
 
@@ -309,19 +298,21 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
 
 def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> TrainingError | None:
     """A one-line error if memory or threads ran out or a process was lost (named by heartbeats if possible); otherwise None."""
-    if what := out_of_memory(error):
-        where = f"{process_name(heartbeat.rank, heartbeat.size)}: " if heartbeat.size > 1 else ""
-        return TrainingError(f"{where}{what}; {memory_advice(config.train.micro_batch, config.train.recompute)}")
+    who = process_name(heartbeat.rank, heartbeat.size)
+    where = f"{who}: " if heartbeat.size > 1 else ""
+    if what := failures.out_of_memory(error):
+        advice = failures.memory_advice(config.train.micro_batch, config.train.recompute)
+        return TrainingError(f"{where}{what}; {advice}")
     if what := thread_limit(error):
-        return TrainingError(f"{process_name(heartbeat.rank, heartbeat.size)}: {what}" if heartbeat.size > 1 else what)
-    if not is_lost_connection(error) and not is_lost_connection(error.__cause__):
+        return TrainingError(f"{where}{what}")
+    if not failures.is_lost_connection(error) and not failures.is_lost_connection(error.__cause__):
         return None
-    if message := heartbeat.diagnose(waited=is_timeout(error) or is_timeout(error.__cause__)):
+    if message := heartbeat.diagnose(waited=failures.is_timeout(error) or failures.is_timeout(error.__cause__)):
         return HangError(message)
     if launch_dir():
         return None  # the launcher may know more
-    lost = f"{process_name(heartbeat.rank, heartbeat.size)} lost its connection to another process: {first_sentence(error)}"
-    return TrainingError(f"{lost}; resume with --resume auto")
+    reason = failures.first_sentence(error)
+    return TrainingError(f"{who} lost its connection to another process: {reason}; resume with --resume auto")
 
 
 def _exit_code(result: TrainResult) -> int:

@@ -20,9 +20,9 @@ import uuid
 from pathlib import Path
 
 from boost.errors import ConfigError, LostRunError, StorageError
-from boost.paths import read_text
+from boost.files import storage_errors
+from boost.paths import read_record, read_text
 from boost.text import JsonObject
-from boost.train.rundir import storage_errors
 
 log = logging.getLogger("boost")
 
@@ -75,7 +75,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._beats.join()
-        if _read(self.path) == self._owner:
+        if read_record(self.path) == self._owner:
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
@@ -125,19 +125,19 @@ class RunLock:
         draft = self.path.with_name(f".{LOCK_FILE}.{uuid.uuid4().hex}")
         draft.write_text(json.dumps(self._owner), encoding="utf-8")
         try:
-            if self._takes_over and _read(self.path).get("token") == self.token:
+            if self._takes_over and read_record(self.path).get("token") == self.token:
                 draft.replace(self.path)
                 return True
             os.link(draft, self.path)  # atomic on network file systems too, and fails if the name exists
         except FileExistsError:
             # The name may exist because of this call: an NFS client that gets no reply sends the request again.
-            return _read(self.path) == self._owner
+            return read_record(self.path) == self._owner
         except OSError:  # a file system without hard links
             try:
                 with open(self.path, "x", encoding="utf-8") as file:
                     file.write(json.dumps(self._owner))
             except FileExistsError:
-                return _read(self.path) == self._owner
+                return read_record(self.path) == self._owner
         finally:
             draft.unlink(missing_ok=True)
         return True
@@ -146,10 +146,10 @@ class RunLock:
         """Waits until the lock is gone, or removes it if its owner is dead. Raises ConfigError if the owner is alive."""
         if self._takes_over:
             self.require_held()
-        owner, touched = _read(self.path), _touched(self.path)
+        owner, touched = read_record(self.path), _touched(self.path)
         begin, logged = time.monotonic(), False
         while (alive := _is_alive(owner)) is None and time.monotonic() - begin < self._stale_s:
-            if touched is None or _read(self.path).get("token") != owner.get("token"):
+            if touched is None or read_record(self.path).get("token") != owner.get("token"):
                 return
             if _touched(self.path) != touched:
                 alive = True
@@ -164,7 +164,7 @@ class RunLock:
         aside = self.path.with_name(f".{LOCK_FILE}.stale.{self.token}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
-            if _read(aside).get("token") != owner.get("token"):  # another process was faster, and this is its lock
+            if read_record(aside).get("token") != owner.get("token"):  # another was faster, and this is its lock
                 with contextlib.suppress(OSError):
                     os.link(aside, self.path)
             else:
@@ -181,7 +181,7 @@ class RunLock:
 def require_unlocked(folder: Path | str) -> None:
     """Raises ConfigError if a run on this host holds the lock. Does not wait. Used by commands that start processes."""
     path = Path(folder) / LOCK_FILE
-    owner = _read(path)
+    owner = read_record(path)
     if owner and _is_alive(owner):
         raise in_use_error(path.parent, owner)
 
@@ -190,7 +190,7 @@ def is_held(folder: Path | str) -> bool:
     """Whether a run holds the lock. Does not wait. For an owner on another host, compares the modification time with the local
     clock."""
     path = Path(folder) / LOCK_FILE
-    owner = _read(path)
+    owner = read_record(path)
     alive = _is_alive(owner) if owner else False
     if alive is None:
         touched = _touched(path)
@@ -234,15 +234,6 @@ def _namespace() -> str | None:
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None
-
-
-def _read(path: Path) -> JsonObject:
-    """The owner in the lock file; {} if there is no lock or it cannot be read."""
-    try:
-        values = json.loads(read_text(path))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _touched(path: Path) -> int | None:

@@ -21,32 +21,21 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from boost.config import Config, to_toml
-from boost.errors import CheckpointError, ConfigError, StorageError
-from boost.files import replace_text
+from boost.errors import CheckpointError, ConfigError
+from boost.files import replace_text, storage_errors
 from boost.machine import available_cores, cpu_model
-from boost.paths import file_name, read_text
+from boost.paths import file_name, read_record
 from boost.text import JsonObject
+from boost.train.run_lock import RunLock
 from boost.version import __version__
 
 BEST = "@best"
 """Suffix of a path that selects the run's checkpoint with the lowest held-out loss (train.keep_best)."""
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-
-
-class HeldLock(Protocol):
-    """The lock on a run directory, as its owner sees it (`boost.train.run_lock.RunLock`)."""
-
-    def require_held(self, may_be_missing: bool = False) -> None:
-        """Raises LostRunError if this process no longer holds the lock."""
-
-    def require_not_taken(self) -> None:
-        """Raises LostRunError if another run holds the lock. May be called at every step."""
 
 
 class RunDirectory:
@@ -60,7 +49,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.last_saved = self.path / "last-saved.json"
         self.trackers = self.path / "trackers.json"
-        self.lock: HeldLock | None = None
+        self.lock: RunLock | None = None
         """The lock that this process holds on the folder; None on all processes but the main one, and outside a run."""
         self.token = ""
         """The token of the main process's lock, with which another process of this run can take it over."""
@@ -99,17 +88,12 @@ class RunDirectory:
         with storage_errors(self.path):
             replace_json(self.last_saved, {"step": step, **elsewhere})
 
-    def forget_saved(self) -> None:
-        """Removes the record of the newest checkpoint, because the run starts over. Raises StorageError."""
-        with storage_errors(self.path):
-            self.last_saved.unlink(missing_ok=True)
-
     def recorded_save(self) -> tuple[Path, int] | None:
         """(folder, step) of the newest checkpoint, as recorded; None if no checkpoint was saved here."""
+        values = read_record(self.last_saved)
         try:
-            values = json.loads(read_text(self.last_saved))
             folder, step = Path(values.get("folder", self.checkpoints)), int(values["step"])
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
         return (folder, step) if folder == self.checkpoints or folder.is_absolute() else None
 
@@ -117,12 +101,8 @@ class RunDirectory:
         """Returns this run's id at an experiment tracker: the recorded one or, if none, `proposed`, which it records.
 
         Raises StorageError, or DataError if the id is not a valid file name."""
-        ids: dict[str, str] = {}
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            ids = json.loads(read_text(self.trackers))
-        if not isinstance(ids, dict) or not isinstance(ids.get(tracker, ""), str):
-            ids = {}
-        if tracker not in ids:
+        ids = read_record(self.trackers)
+        if not isinstance(ids.get(tracker), str):
             ids[tracker] = proposed
             with storage_errors(self.path):
                 replace_json(self.trackers, ids)
@@ -162,24 +142,6 @@ def without_links(config: Config) -> Config:
     if several or not links or not all(link.exists() for link in links):
         return config
     return config.changed(run={"dir": str(path.resolve())})
-
-
-@contextlib.contextmanager
-def storage_errors(directory: Path | str) -> Iterator[None]:
-    """Converts an OSError in the run directory to a one-line StorageError."""
-    try:
-        yield
-    except OSError as error:
-        where, reason = f" ({error.filename})" if error.filename else "", error.strerror or error
-        links = [
-            path for path in (Path(directory), *Path(directory).parents) if path.is_symlink() and not path.exists()
-        ]
-        if links:
-            where, reason = "", f"'{links[0]}' is a link to '{links[0].readlink()}', which does not exist"
-        raise StorageError(
-            f"run.dir = '{directory}' cannot be written: {reason}{where}; "
-            "free disk space, fix the path, or choose another --run.dir"
-        ) from error
 
 
 def configure_logging(logs: Path | str, rank: int) -> None:

@@ -49,7 +49,6 @@ class Prompt(NamedTuple):
 
 
 def encode(store: TokenStore, text: str) -> Prompt:
-    """Encodes a prompt with the tokenizer of a store."""
     return Prompt(text, PlainText(store.tokenizer(), store.eos).encode(text) or [store.eos or 0])
 
 

@@ -61,14 +61,14 @@ class Saves:
         """Saves like `save`, but retries (run.save_retry_minutes) and uses run.fallback_dir; if `urgent`, before the retries."""
         failure: StorageError | None = None
         minutes = self.config.run.save_retry_minutes
-        for attempt in ckpt.last_save_attempts(self.run.checkpoints, self.elsewhere, minutes, urgent):
+        for folder, wait_s, notice in ckpt.last_save_attempts(self.run.checkpoints, self.elsewhere, minutes, urgent):
             if failure:
-                self._warn(f"{failure}; {attempt.notice}")
-                time.sleep(attempt.wait_s)
+                self._warn(f"{failure}; {notice}")
+                time.sleep(wait_s)
             try:
-                return self.save(position, attempt.folder)
+                return self.save(position, folder)
             except StorageError as error:
-                if attempt.folder == self.elsewhere:
+                if folder == self.elsewhere:
                     self._warn(str(error))
                 else:
                     failure = error
@@ -112,7 +112,7 @@ class Saves:
                 if newest is not None and newest.parent in own:
                     self.run.record_saved(newest, step)
                 else:
-                    self.run.forget_saved()
+                    self.run.last_saved.unlink(missing_ok=True)
             for folder in self.folders:
                 ckpt.supersede(folder, step)
 

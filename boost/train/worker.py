@@ -155,7 +155,6 @@ def leave(code: int) -> None:
 
 
 def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None:
-    """Writes a failure report and exits."""
     report = failure_report(error, rank)
     logger = logging.getLogger("boost")
     if report.kind != "boost":

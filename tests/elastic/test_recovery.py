@@ -429,9 +429,9 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
 def waiting_replica(stopped: str | None = None) -> Recovery:
     """A restarted replica 1 of 2 that has not joined yet, without its processes."""
     found, first = Recovery.__new__(Recovery), (Member(0, "0.0"), Member(1, "1.0"))
-    found._store, found.member, found.decision = dist.HashStore(), Member(1, "1.1"), Decision(0, first)
+    found.store, found.member, found.decision = dist.HashStore(), Member(1, "1.1"), Decision(0, first)
     found.replica, found._beats = SimpleNamespace(size=1, process=0), SimpleNamespace(status=lambda member: "")  # type: ignore[assignment]
-    found._coordinator, found._stopped = Coordinator(found._store, 2, 1), lambda: stopped
+    found._coordinator, found._stopped = Coordinator(found.store, 2, 1), lambda: stopped
     return found
 
 
@@ -440,7 +440,7 @@ def test_a_stop_signal_ends_a_replica_that_waits_to_join(place: str) -> None:
     waits = waiting_replica("SIGTERM" if place == "this process" else None)
     if place != "this process":
         other = waiting_replica("SIGTERM")
-        other._store = waits._store
+        other.store = waits.store
         with pytest.raises(StoppedError, match="SIGTERM"):
             other._require_not_stopped()
     with pytest.raises(StoppedError, match="SIGTERM"):
@@ -449,7 +449,7 @@ def test_a_stop_signal_ends_a_replica_that_waits_to_join(place: str) -> None:
 
 def test_a_replica_that_the_others_take_for_lost_does_not_wait_to_join_for_ever() -> None:
     waits = waiting_replica()
-    Coordinator(waits._store, 2, 1, lambda member: SILENT).exclude_lost([waits.member], Member(0, "0.0"))
+    Coordinator(waits.store, 2, 1, lambda member: SILENT).exclude_lost([waits.member], Member(0, "0.0"))
     with pytest.raises(ExcludedError, match="does not answer"):
         waits.enter(None)  # type: ignore[arg-type]
 
@@ -457,11 +457,11 @@ def test_a_replica_that_the_others_take_for_lost_does_not_wait_to_join_for_ever(
 def test_a_replica_that_finds_no_member_that_answers_marks_them_for_their_launchers() -> None:
     waits, status = waiting_replica(), lambda member: SILENT if member.replica == 0 else DEAD
     waits._beats = SimpleNamespace(status=status)  # type: ignore[assignment]
-    waits._coordinator = Coordinator(waits._store, 2, 1, status)
+    waits._coordinator = Coordinator(waits.store, 2, 1, status)
     waits._coordinator._decide(waits.decision)
     with pytest.raises(ExcludedError, match="no replica with weights is left"):
         waits.enter(None)  # type: ignore[arg-type]
-    reasons = Coordinator(waits._store, 2, 1).lost_among(waits.decision.members)
+    reasons = Coordinator(waits.store, 2, 1).lost_among(waits.decision.members)
     assert list(reasons.values()) == ["silent: does not answer", "dead: was restarted"]
 
 
@@ -520,9 +520,9 @@ def test_a_replica_that_falls_silent_is_excluded_by_those_whose_gpus_wait_for_it
     """NCCL's wait returns at once, so the host waits where it reads the result."""
     waits = member_on_gpu()
     status = {0: SILENT, 1: ""}
-    waits._check_membership(Coordinator(waits._store, 2, 1, lambda member: status[member.replica]), None)
+    waits._check_membership(Coordinator(waits.store, 2, 1, lambda member: status[member.replica]), None)
     assert waits.membership.over.is_set()
-    lost = Coordinator(waits._store, 2, 1).lost_among(waits.decision.members)
+    lost = Coordinator(waits.store, 2, 1).lost_among(waits.decision.members)
     assert [member.replica for member in lost] == [0]
 
 

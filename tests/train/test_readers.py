@@ -68,11 +68,10 @@ def before(patch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[]
     patch.setattr(owner, name, wrapped)
 
 
-@pytest.fixture(params=["verifying", "dcp.load"])
+@pytest.fixture(params=["verifying", "read_slices"])
 def rotated(request: pytest.FixtureRequest, live: LiveRun, monkeypatch: pytest.MonkeyPatch) -> LiveRun:
-    """It rotates before the digests are checked, or before a tensor is read: torch's exception for that is no `Exception`."""
-    *owner, name = request.param.split(".")
-    before(monkeypatch, load.dcp if owner else load, name, live.rotate)
+    """It rotates before the digests are checked, or before a tensor is read."""
+    before(monkeypatch, load, request.param, live.rotate)
     return live
 
 
@@ -120,7 +119,7 @@ def test_a_model_a_teacher_and_a_new_run_read_the_newest_checkpoint_instead(
     for reader in (model, teacher, new_run):
         live = LiveRun(trained, tmp_path / reader.__name__)
         with monkeypatch.context() as patch:
-            before(patch, load.dcp, "load", live.rotate)
+            before(patch, load, "read_slices", live.rotate)
             found = toy.weights(reader(live.run))
         assert not live.later.exists() and all(torch.equal(found[name], newest[name]) for name in newest), reader
 
@@ -182,12 +181,12 @@ def test_damage_is_reported_at_once_and_without_a_traceback(trained: Path, tmp_p
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     (shard,) = (run / "checkpoints/step-00000006/tensors").iterdir()
     with pytest.MonkeyPatch.context() as patch:
-        before(patch, load.dcp, "load", lambda: shard.unlink(missing_ok=True))
+        before(patch, load, "read_slices", lambda: shard.unlink(missing_ok=True))
         code, _, err = say(capsys, "export", run, "--out", tmp_path / "out")
     assert (code, err.count("\n")) == (2, 1) and "step-00000006' cannot be read: " in err and shard.name in err
     reader = WeightReader(ckpt.open_checkpoint(run / "checkpoints/step-00000004"))
     with pytest.MonkeyPatch.context() as patch:
-        before(patch, load.ShardReader, "read_data", interrupt)
+        before(patch, load, "read_slices", interrupt)
         with pytest.raises(KeyboardInterrupt):
             reader.read("embed")
     with pytest.raises(CheckpointError, match="tensors/.* is missing"):

@@ -155,12 +155,10 @@ def _judged(by_rank: Sequence[Sequence[Point]], processes: int, link: Link | Non
     smallest, largest = (choose(point.shape[0] for point in points) for choose in (min, max))
     rates = {p.name: _sent(p, processes) / p.seconds / 1e9 for p in points if p.shape[0] == largest}
     latency = min(p.seconds for p in points if p.shape[0] == smallest)
-    detail = f"{latency * 1e6:,.0f} us; GB/s at {format_bytes(largest)}: " + ", ".join(
-        f"{name} {rate:.2g}" for name, rate in rates.items()
-    )
-    numbers: dict[str, object] = {
-        "points": [{"kind": p.name, "dtype": p.dtype, "bytes": p.shape[0], "seconds": p.seconds} for p in points]
-    }
+    each = ", ".join(f"{name} {rate:.2g}" for name, rate in rates.items())
+    detail = f"{latency * 1e6:,.0f} us; GB/s at {format_bytes(largest)}: {each}"
+    listed = [{"kind": p.name, "dtype": p.dtype, "bytes": p.shape[0], "seconds": p.seconds} for p in points]
+    numbers: dict[str, object] = {"points": listed}
     if link is None or not link.known:
         return Found("ok", detail, numbers=numbers)
     ratios = {}
@@ -176,6 +174,5 @@ def _judged(by_rank: Sequence[Sequence[Point]], processes: int, link: Link | Non
 
 
 def _sent(point: Point, processes: int) -> int:
-    """Bytes that one process sends."""
     elements = point.shape[0] // getattr(torch, point.dtype).itemsize
     return Collective("forward", point.name, (elements,), point.dtype, processes).sent_bytes

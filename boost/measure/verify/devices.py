@@ -24,7 +24,6 @@ FREE = 0.9
 
 
 def facts(device: torch.device) -> JsonObject:
-    """Collects facts about this process and its device."""
     state = git_state()
     known: JsonObject = {
         "host": socket.gethostname(),
@@ -60,7 +59,6 @@ def interfaces() -> dict[str, str]:
 
 
 def verify(verifier: Verifier) -> None:
-    """Runs the machine checks."""
     verifier.section("Machines")
     mesh = verifier.mesh
     verifier.check("software", partial(facts, mesh.device), same_software)
@@ -84,7 +82,6 @@ def same_software(machines: Sequence[JsonObject]) -> Found:
 
 
 def devices_of(machines: Sequence[JsonObject]) -> Found:
-    """Reports the device of each process."""
     nodes: dict[str, list[int]] = defaultdict(list)
     for rank, machine in enumerate(machines):
         nodes[machine["host"]].append(rank)

@@ -190,7 +190,6 @@ Results = dict[str, dict[str, float] | str]
 
 
 def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
-    """Runs all cells of a row on this process."""
     results: Results = {}
     for cell in row.cells:
         try:
@@ -208,7 +207,6 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
 
 
 def judged(cells: Sequence[Cell], by_rank: list[Results]) -> Found:
-    """Judges a row from the results of all processes."""
     worst: dict[str, dict[str, float]] = {}
     refused, texts, wrong = dict[str, str](), dict[str, str](), list[str]()
     for cell in cells:

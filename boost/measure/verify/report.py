@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from boost.files import replace_text
+from boost.files import replace_text, storage_errors
 from boost.parallel.mesh import Mesh
 from boost.text import JsonObject
 from boost.train.agreement import run_on_all
-from boost.train.rundir import storage_errors
 
 SCHEMA = 1
 """Version of the JSON report; incremented with every change that affects its readers."""
@@ -82,7 +81,6 @@ class Report:
 
     @property
     def failed(self) -> int:
-        """Number of checks that failed."""
         return sum(check.verdict == "failed" for check in self.checks)
 
     @property
@@ -91,7 +89,6 @@ class Report:
         return 3 if self.failed else 0
 
     def summary(self) -> str:
-        """Summarizes all checks in one line."""
         counts = Counter(check.verdict for check in self.checks)
         words: dict[Verdict, str] = {"ok": "ok", "note": "to review", "skipped": "skipped", "failed": "FAILED"}
         parts = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]

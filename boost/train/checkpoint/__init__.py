@@ -46,7 +46,7 @@ from boost.train.checkpoint.load import (
     read_checkpoint,
     require_fits,
 )
-from boost.train.checkpoint.verify import Position, verify_checkpoint
+from boost.train.checkpoint.verify import Position, verifying
 from boost.train.checkpoint.write import (
     CheckpointSaver,
     SavedCheckpoint,
@@ -61,5 +61,5 @@ __all__ = [
     "checkpoint_path", "complete_checkpoints", "fallback_folder", "find_checkpoint", "finish_weights", "folder_identity",
     "incomplete_warnings", "last_save_attempts", "load_training_state", "load_weights", "marks_of", "open_checkpoint",
     "open_on_all", "read_best", "read_checkpoint", "require_fits", "rotate", "step_of", "supersede",
-    "verify_checkpoint", "write_best",
+    "verifying", "write_best",
 ]  # fmt: skip

@@ -29,7 +29,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_128
 
-from boost.paths import read_text
+from boost.paths import read_record
 from boost.train.rundir import replace_json
 
 log = logging.getLogger("boost")
@@ -46,7 +46,6 @@ _LEFTOVER = re.compile(r"\.step-.*\.(tmp|old)")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of the complete checkpoint for `step`."""
     return folder / f"step-{step:08d}"
 
 
@@ -196,17 +195,16 @@ class BestCheckpoint:
 
 
 def write_best(folder: Path, best: BestCheckpoint) -> None:
-    """Records the best checkpoint, atomically."""
     replace_json(folder / BEST_FILE, asdict(best))
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
     """A run's best checkpoint; None if none is recorded, or if it was deleted."""
+    values = read_record(folder / BEST_FILE)
     try:
-        values = json.loads(read_text(folder / BEST_FILE))
         best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
         return best if (checkpoint_path(folder, best.step) / MANIFEST_FILE).is_file() else None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -243,11 +241,8 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 
 def marks_of(path: Path) -> tuple[str, str]:
     """(trouble, doubt) in a checkpoint's state (see `Position`); empty strings if the checkpoint is missing or cannot be read."""
-    try:
-        state = json.loads(read_text(path / STATE_FILE))
-        return str(state.get("trouble", "")), str(state.get("doubt", ""))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return "", ""
+    state = read_record(path / STATE_FILE)
+    return str(state.get("trouble", "")), str(state.get("doubt", ""))
 
 
 def supersede(folder: Path, step: int) -> None:

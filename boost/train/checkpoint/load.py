@@ -15,20 +15,16 @@ import hashlib
 import logging
 import os
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from boost.config import Config
 from boost.config.architecture import parameters
@@ -42,7 +38,6 @@ from boost.train.agreement import root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
     MANIFEST_FILE,
     STATE_FILE,
-    TENSORS,
     TOKENIZER_FILE,
     checkpoint_path,
     complete_checkpoints,
@@ -50,13 +45,15 @@ from boost.train.checkpoint.commit import (
     step_folders,
     step_of,
 )
-from boost.train.checkpoint.reshard import named_slices, random_states, restore_random_states
+from boost.train.checkpoint.reshard import LocalSlice, local_slices, random_states, restore_random_states
 from boost.train.checkpoint.verify import (
+    DTYPES,
     FORMAT,
     CheckpointState,
     Manifest,
     Position,
     Shards,
+    StoredShard,
     first_problem,
     read_json,
     read_manifest,
@@ -285,7 +282,7 @@ def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
     anything."""
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     with verifying(checkpoint.path, checkpoint.config.model, mesh) as shards:
-        _read_into(named_slices(model, mesh), checkpoint.path, shards, mesh)
+        _read(local_slices(model, mesh), checkpoint.path, shards, mesh)
 
 
 def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, mesh: Mesh) -> Position:
@@ -300,44 +297,53 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     with verifying(checkpoint.path, checkpoint.config.model, mesh) as shards:
         # A process that did not exist in the saved mesh keeps the RNG state that follows from its own seed.
-        states = {key: value for key, value in random_states(mesh).items() if key in shards}
-        for part in optimizer.parts():
-            _read_into(named_slices(model, mesh, [part]) | states, checkpoint.path, shards, mesh)
+        states = [state for state in random_states(mesh) if state.name in shards]
+        _read(local_slices(model, mesh, optimizer.parts()) + states, checkpoint.path, shards, mesh)
     restore_random_states(states)
     optimizer.updates = checkpoint.updates
     return checkpoint.position
 
 
-def _read_into(wanted: dict[str, Tensor], path: Path, shards: Shards, mesh: Mesh) -> None:
-    reader = ShardReader(path, shards)
+def _read(wanted: Sequence[LocalSlice], path: Path, shards: Shards, mesh: Mesh) -> None:
+    """Fills this process's slices from all files that hold parts of them. Collective. Raises CheckpointError on all processes."""
 
-    def read_headers() -> None:
-        if missing := wanted.keys() - shards.keys():
+    def read() -> None:
+        if missing := {s.name for s in wanted} - shards.keys():
             raise CheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} missing in total)")
+        if odd := [s.name for s in wanted if s.name.startswith("rng.") and shards[s.name][0].shape != s.shape]:
+            raise CheckpointError(f"'{path}' has a random state, {odd[0]}, that this version of torch cannot use")
         try:
-            reader.read_metadata()
+            read_slices(wanted, path, shards)
         except (OSError, SafetensorError) as error:
-            raise DamagedCheckpointError(f"'{path}' cannot be read by process {mesh.rank}: {error}") from None
+            where = f" by process {mesh.rank}" if mesh.size > 1 else ""
+            raise DamagedCheckpointError(f"'{path}' cannot be read{where}: {root_cause(error)}") from error
 
-    run_on_all(mesh, read_headers, CheckpointError)
-    _load(wanted, reader, mesh.size == 1)
-
-
-def _load(wanted: dict[str, Tensor], reader: "ShardReader", alone: bool) -> None:
-    """Reads tensors. Raises CheckpointError, on all processes; torch's own exception is no `Exception`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # it copies at the memory's speed; more threads would wait for a core that hashes
     try:
-        with quiet():
-            dcp.load(wanted, storage_reader=reader, no_dist=alone)
-    except dcp.api.CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        for cause in causes:
-            if not isinstance(cause, Exception):  # it also catches KeyboardInterrupt
-                raise cause from None
-        raise DamagedCheckpointError(f"'{reader.folder}' cannot be read: {root_cause(error)}") from error
+        run_on_all(mesh, read, CheckpointError)
     finally:
         torch.set_num_threads(threads)
+
+
+def read_slices(wanted: Sequence[LocalSlice], path: Path, shards: Shards) -> None:
+    """Copies what the files hold of the slices. Opens each file once. Raises OSError or SafetensorError."""
+    by_file = defaultdict[str, list[tuple[StoredShard, LocalSlice]]](list)
+    for s in wanted:
+        for shard in shards[s.name]:
+            by_file[shard.file].append((shard, s))
+    for file, pairs in by_file.items():
+        with safe_open(path / file, "pt") as opened:
+            for shard, s in pairs:
+                # Per dimension: where the intersection begins in the shard, where in the slice, and its length.
+                ranges = list[tuple[int, int, int]]()
+                for there, n, here, m in zip(shard.offsets, shard.shape, s.offsets, s.local.shape, strict=True):
+                    begin = max(there, here)
+                    ranges.append((begin - there, begin - here, min(there + n, here + m) - begin))
+                if all(length > 0 for *_, length in ranges):
+                    source = tuple(slice(begin, begin + length) for begin, _, length in ranges)
+                    target = tuple(slice(begin, begin + length) for _, begin, length in ranges)
+                    s.local[target].copy_(opened.get_slice(s.name)[source])
 
 
 class WeightReader:
@@ -347,61 +353,24 @@ class WeightReader:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._path = checkpoint.path
-        with verifying(self._path, checkpoint.config.model, Mesh(torch.device("cpu"))) as shards:
-            self._reader = ShardReader(self._path, shards)
-            self._tensors = self._reader.read_metadata().state_dict_metadata
+        self._path, self._mesh = checkpoint.path, Mesh(torch.device("cpu"))
+        with verifying(self._path, checkpoint.config.model, self._mesh) as shards:
+            self._shards = shards
+        self._shapes = {parameter.name: parameter.shape for parameter in parameters(checkpoint.config.model)}
 
     def names(self) -> list[str]:
         """Names of all parameters, sorted."""
-        return sorted(name.removeprefix(PREFIX) for name in self._tensors if name.startswith(PREFIX))
+        return sorted(self._shapes)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter was saved."""
-        return self._metadata(name).properties.dtype
+        return DTYPES[self._shards[f"{PREFIX}{name}"][0].dtype]
 
     def read(self, name: str) -> Tensor:
         """The full parameter, on the CPU, in the dtype in which it was saved."""
-        metadata = self._metadata(name)
-        whole = torch.empty(metadata.size, dtype=metadata.properties.dtype)
-        _load({f"{PREFIX}{name}": whole}, self._reader, alone=True)
-        return whole
-
-    def _metadata(self, name: str) -> TensorStorageMetadata:
-        metadata = self._tensors.get(f"{PREFIX}{name}")
-        if not isinstance(metadata, TensorStorageMetadata):
+        if name not in self._shapes:
             raise DamagedCheckpointError(f"'{self._path}' has no tensor '{PREFIX}{name}'")
-        return metadata
-
-
-class ShardReader(HuggingFaceStorageReader):
-    """Reads only the tensor files of these shards, and reads each header once instead of once per tensor."""
-
-    def __init__(self, path: Path, shards: Shards) -> None:
-        super().__init__(str(path / TENSORS))
-        self.folder = path
-        files = {shard.file for of_tensor in shards.values() for shard in of_tensor}
-        self.fs = _ListedFiles([str(path / name) for name in sorted(files)])
-
-    @functools.cached_property
-    def _headers(self) -> Metadata:
-        return super().read_metadata()
-
-    def read_metadata(self, *_: object, **__: object) -> Metadata:
-        return self._headers
-
-
-class _ListedFiles(FileSystem):
-    def __init__(self, files: list[str]) -> None:
-        self._files = files
-
-    def ls(self, path: object) -> list[str]:
-        return self._files
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silences torch.distributed.checkpoint's warning about running on one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        shape = self._shapes[name]
+        whole = torch.empty(shape, dtype=self.dtype(name))
+        _read([LocalSlice(f"{PREFIX}{name}", whole, shape, (0,) * len(shape))], self._path, self._shards, self._mesh)
+        return whole

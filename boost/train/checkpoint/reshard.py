@@ -1,67 +1,27 @@
 """Slices of a checkpoint's tensors on any mesh: the rectangles of the weights and moments that this process holds and writes.
 
 With any mesh and layout, tensors have the names and global shapes of the model's parameters, and each slice has its offsets
-within a tensor. A save writes each slice once (`SaveShare`). A load asks for the slices on its own mesh (`named_slices`), which
-torch.distributed.checkpoint assembles from all files that hold parts of them. RNG states are separate tensors for each process.
+within a tensor. A save writes each slice once (`SaveShare`). A load asks for the slices on its own mesh, and copies them from all
+files that hold parts of them (load.py). RNG states are separate tensors for each process.
+
+DTensor describes equal shards along dimensions. That is not always enough: equal shards of a fused tensor are unequal shards of its
+parameters.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from boost.models.fused import fused_params
 from boost.optim.adamw import Optimizer, Part
 from boost.parallel.mesh import Mesh
+from boost.train.agreement import run_on_all
 from boost.train.model import Model
 
 Key = tuple[str, tuple[int, ...]]
 """Name and offsets of a slice, the same on every process that holds it."""
-
-
-class TensorSlice(Tensor):
-    """The rectangle `local` at `offsets` of a tensor of `shape`, held by this process, for torch.distributed.checkpoint.
-
-    DTensor describes equal shards along dimensions. That is not always enough: equal shards of a fused tensor are unequal shards of
-    its parameters. This class describes any rectangle, through the protocol that DTensor implements for the checkpoint planner. It
-    supports no computation.
-    """
-
-    local: Tensor
-    offsets: torch.Size
-
-    @staticmethod
-    def __new__(cls, local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> "TensorSlice":
-        tensor_slice: TensorSlice = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device
-        )
-        tensor_slice.local, tensor_slice.offsets = local, torch.Size(offsets)
-        return tensor_slice
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"TensorSlice({tuple(self.local.shape)} at {tuple(self.offsets)} of {tuple(self.shape)})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: object, types: object, args: tuple[Tensor, ...] = (), kwargs: object = None
-    ) -> Tensor:
-        if func is torch.ops.aten.detach.default:  # the planner detaches its tensors
-            return args[0]
-        raise NotImplementedError(f"{func} is not supported on a TensorSlice")
-
-    def __create_write_items__(self, fqn: str, _: object) -> NoReturn:
-        raise NotImplementedError("this method is part of the planner's protocol, but saves do not use it")
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset == self.offsets
-        return self.local
 
 
 @dataclass(frozen=True)
@@ -92,26 +52,19 @@ def local_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> list[L
     return slices
 
 
-def named_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> dict[str, Tensor]:
-    """`local_slices` as a state dict for torch.distributed.checkpoint. Takes at most one part, because names must be unique."""
-    return {s.name: TensorSlice(s.local, s.shape, s.offsets) for s in local_slices(model, mesh, parts)}
-
-
-def random_states(mesh: Mesh) -> dict[str, Tensor]:
-    """This process's RNG states, by their names in a checkpoint."""
+def random_states(mesh: Mesh) -> list[LocalSlice]:
+    """This process's RNG states. They are copies."""
     states = {f"rng.cpu.{mesh.rank}": torch.get_rng_state()}
     if mesh.device.type == "cuda":
         states[f"rng.cuda.{mesh.rank}"] = torch.cuda.get_rng_state(mesh.device)
-    return states
+    return [LocalSlice(name, state, tuple(state.shape), (0,)) for name, state in states.items()]
 
 
-def restore_random_states(states: dict[str, Tensor]) -> None:
+def restore_random_states(states: Iterable[LocalSlice]) -> None:
     """Restores what `random_states` returned."""
-    for key, value in states.items():
-        if key.startswith("rng.cpu."):
-            torch.set_rng_state(value)
-        else:
-            torch.cuda.set_rng_state(value)
+    for state in states:
+        set_state = torch.set_rng_state if state.name.startswith("rng.cpu.") else torch.cuda.set_rng_state
+        set_state(state.local)
 
 
 class SaveShare:
@@ -122,18 +75,13 @@ class SaveShare:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self.division = optimizer.division
         held = {(s.name, s.offsets): s.local.nbytes for s in local_slices(model, mesh, optimizer.parts())}
-        by_rank = [held]
-        if mesh.size > 1:
-            by_rank = [held] * mesh.size
-            dist.all_gather_object(by_rank, held, group=mesh.everyone.group)
-        self._keys = _assign(by_rank)[mesh.rank]
+        self._keys = _assign(run_on_all(mesh, lambda: held))[mesh.rank]
 
     def slices(self) -> list[LocalSlice]:
         """Views of the current weights and moments, and this process's RNG states."""
         held = local_slices(self._model, self._mesh, self._optimizer.parts())
         own = [s for s in held if (s.name, s.offsets) in self._keys]
-        for name, value in random_states(self._mesh).items():
-            own.append(LocalSlice(name, value, tuple(value.shape), (0,)))
+        own += random_states(self._mesh)
         # Wider dtypes first, so that every tensor in a file is aligned.
         return sorted(own, key=lambda s: (-s.local.element_size(), s.name, s.offsets))
 

@@ -6,7 +6,7 @@
 4. The header of each tensor file matches the file (offsets, sizes, dtypes) and the model: names, global shapes, and shards that
    cover each tensor exactly once (`read_structure`).
 
-`verify_checkpoint` does all of this except step 3, jointly on all processes. File names are checked before they are used as
+`verifying` does all of this except step 3, jointly on all processes. File names are checked before they are used as
 paths, and nothing is unpickled.
 """
 
@@ -22,16 +22,8 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    RootModel,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
 
 from boost.config.architecture import parameters
 from boost.config.schema import ModelConfig
@@ -39,15 +31,15 @@ from boost.errors import DamagedCheckpointError
 from boost.parallel.mesh import Mesh, T
 from boost.paths import file_name, read_text
 from boost.text import JsonObject, brief_text
-from boost.train.agreement import run_on_all
+from boost.train.agreement import root_cause, run_on_all
 from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, FileEntry, entry_of
 from boost.version import __version__
 
 FORMAT: Literal[1] = 1
-DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
-"""Bytes per element for the dtypes that a checkpoint may contain, by safetensors name."""
-MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's limit."""
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8,
+}  # fmt: skip
+"""The dtypes that a checkpoint may contain, by safetensors name."""
 SHARDING = "DCP_SHARDING_INFO"
 """Metadata key under which torch.distributed.checkpoint stores the offsets of shards, as a JSON string."""
 OFFSETS = "saved_offsets"
@@ -58,20 +50,13 @@ Counted = Annotated[int, Field(ge=0, lt=2**63)]
 Index = Annotated[int, Field(ge=0, lt=2**62)]
 
 
-def verify_checkpoint(path: Path, model: ModelConfig, mesh: Mesh) -> "Shards":
-    """Validates the structure of a checkpoint for `model` and compares every file with its manifest. Files are
-    distributed over the processes. Returns the shards of all tensors. Collective.
-
-    Raises DamagedCheckpointError on every process, naming a damaged file.
-    """
-    with verifying(path, model, mesh) as shards:
-        return shards
-
-
 @contextlib.contextmanager
 def verifying(path: Path, model: ModelConfig, mesh: Mesh) -> "Iterator[Shards]":
-    """`verify_checkpoint` for a caller that reads the tensors meanwhile. Yields their shards once the structure is valid, and
-    compares the files in a second thread. Raises DamagedCheckpointError at the end, after which nothing that was read may be used.
+    """Validates the structure of a checkpoint for `model` and yields the shards of all tensors, for a caller that reads them.
+    Meanwhile, compares every file with its manifest in a second thread; files are distributed over the processes. Collective.
+
+    Raises DamagedCheckpointError on every process, naming a damaged file: at the beginning, or at the end, after which nothing that
+    was read may be used.
     """
     comparisons = list[Future[None]]()
 
@@ -111,18 +96,6 @@ def verifying(path: Path, model: ModelConfig, mesh: Mesh) -> "Iterator[Shards]":
 class Manifest(RootModel[dict[str, FileEntry]]):
     """Entries by path, relative to the checkpoint, with forward slashes."""
 
-    @field_validator("root")
-    @classmethod
-    def _lists_state(cls, root: dict[str, FileEntry]) -> dict[str, FileEntry]:
-        if STATE_FILE not in root:
-            raise ValueError(f"{STATE_FILE} is not listed")
-        return root
-
-    @property
-    def tensor_files(self) -> list[str]:
-        """Relative paths of the safetensors files."""
-        return sorted(n for n in self.root if n.startswith(f"{TENSORS}/") and n.endswith(".safetensors"))
-
 
 def read_manifest(path: Path) -> Manifest:
     """Reads a checkpoint's manifest. Raises DamagedCheckpointError."""
@@ -130,6 +103,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest.model_validate(read_json(path / MANIFEST_FILE))
     except ValidationError as error:
         raise DamagedCheckpointError(f"'{path}' is damaged: {MANIFEST_FILE}: {first_problem(error)}") from None
+    if STATE_FILE not in manifest.root:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {MANIFEST_FILE}: {STATE_FILE} is not listed")
     for name in manifest.root:
         file_name(name, path / MANIFEST_FILE, "a file", DamagedCheckpointError, nested=True)
     return manifest
@@ -245,16 +220,6 @@ class CheckpointState(BaseModel):
 # Headers of tensor files.
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(strict=False, extra="forbid")
-
-    dtype: Annotated[str, Field(strict=True, max_length=10)]
-    shape: Annotated[list[Annotated[Index, Field(strict=True)]], Field(max_length=8)]
-    data_offsets: tuple[Annotated[Index, Field(strict=True)], Annotated[Index, Field(strict=True)]]
-
-
-_ENTRIES = TypeAdapter(dict[str, _Entry])
-_WRITTEN = TypeAdapter(dict[str, str])
 _SHARDING = TypeAdapter(dict[str, dict[str, list[Annotated[Index, Field(strict=True)]]]])
 
 
@@ -277,7 +242,7 @@ def read_structure(path: Path, manifest: Manifest, model: ModelConfig) -> Shards
     shards: dict[str, list[StoredShard]] = defaultdict(list)
     state = read_json(path / STATE_FILE)
     expected = {key: str(state.get(key)) for key in (STEP, NEXT_SAMPLE)}
-    for name in manifest.tensor_files:
+    for name in sorted(n for n in manifest.root if n.startswith(f"{TENSORS}/") and n.endswith(".safetensors")):
         written, entries = _read_header(path, name)
         if any(written.get(key, "0") != value for key, value in expected.items()):
             raise DamagedCheckpointError(
@@ -294,50 +259,32 @@ def _place(position: Mapping[str, str]) -> str:
 
 
 def _read_header(path: Path, name: str) -> tuple[dict[str, str], list[tuple[str, StoredShard]]]:
-    """The metadata of a tensor file, and its tensors."""
+    """The metadata of a tensor file, and its tensors, which fill it without gaps: the safetensors library checks that."""
     file = path / name
 
     def damaged(what: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"'{file}' is damaged: {what}")
 
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > min(MAX_HEADER_BYTES, size - 8):
-                raise damaged(f"its header length of {length} bytes is not valid for a file of {size} bytes")
-            header = json.loads(stream.read(length))
+        with safe_open(file, "pt") as opened:
+            written = opened.metadata() or {}
+            slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118 (not a dict)
+            entries = {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices.items()}
+        sharding = _SHARDING.validate_json(written[SHARDING]) if SHARDING in written else None
     except OSError as error:
         raise _unreadable(file, error) from None
-    except (ValueError, RecursionError):
-        raise damaged("its header is not valid JSON") from None
-    if not isinstance(header, dict):
-        raise damaged("its header is not a JSON object")
-    metadata = header.pop("__metadata__", {})
-    try:
-        entries = _ENTRIES.validate_python(header)
-        text = metadata.get(SHARDING) if isinstance(metadata, dict) else None
-        sharding = _SHARDING.validate_json(text) if text else None
-        written = _WRITTEN.validate_python(metadata)
+    except SafetensorError as error:
+        raise damaged(root_cause(error)) from None
     except ValidationError as error:
         raise damaged(f"its header is invalid: {first_problem(error)}") from None
-    end, tensors = 0, []
-    for tensor, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, stop = entry.data_offsets
-        expected = math.prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, 0)
-        if entry.dtype not in DTYPE_BYTES:
-            raise damaged(f"{tensor} has unknown dtype {entry.dtype!r}; known dtypes: {', '.join(DTYPE_BYTES)}")
-        if begin != end or stop - begin != expected:
-            raise damaged(
-                f"{tensor} of shape {entry.shape} does not fill bytes {begin} to {stop}; the previous tensor ends at {end}"
-            )
-        end = stop
-        offsets = [0] * len(entry.shape) if sharding is None else sharding.get(tensor, {}).get(OFFSETS)
-        if offsets is None or len(offsets) != len(entry.shape):
+    tensors = []
+    for tensor, (dtype, shape) in entries.items():
+        if dtype not in DTYPES:
+            raise damaged(f"{tensor} has unknown dtype {dtype!r}; known dtypes: {', '.join(DTYPES)}")
+        offsets = [0] * len(shape) if sharding is None else sharding.get(tensor, {}).get(OFFSETS)
+        if offsets is None or len(offsets) != len(shape):
             raise damaged(f"{tensor} has no valid {OFFSETS} in its sharding metadata")
-        tensors.append((tensor, StoredShard(name, entry.dtype, tuple(entry.shape), tuple(offsets))))
-    if end != size - 8 - length:
-        raise damaged(f"its header describes {end} bytes of tensors, but the file holds {size - 8 - length}")
+        tensors.append((tensor, StoredShard(name, dtype, shape, tuple(offsets))))
     return written, tensors
 
 

@@ -106,7 +106,6 @@ class HostBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self._buffer.nbytes
 
     def reserve(self, slices: list[LocalSlice]) -> None:
@@ -417,19 +416,11 @@ def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
 # A run's last save.
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """An attempt at a run's last save."""
-
-    folder: Path
-    wait_s: float = 0.0
-    """Seconds to wait before this attempt."""
-    notice: str = ""
-    """Message to the user before this attempt; it follows the reason for the previous failure."""
-
-
-def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urgent: bool) -> list[Attempt]:
-    """Attempts at a run's last save, until one succeeds: in `folder`, with retries for `minutes`, then in `fallback`.
+def last_save_attempts(
+    folder: Path, fallback: Path | None, minutes: float, urgent: bool
+) -> list[tuple[Path, float, str]]:
+    """Attempts at a run's last save, until one succeeds: in `folder`, with retries for `minutes`, then in `fallback`. Each is a
+    folder, the seconds to wait first, and what the user is told then, after the reason for the previous failure.
 
     `urgent`: the process may be killed soon, so it tries `fallback` before the retries. Attempts specify waits instead
     of times, so that all processes follow them without communication.
@@ -437,11 +428,11 @@ def last_save_attempts(folder: Path, fallback: Path | None, minutes: float, urge
     waits = list(retry_waits(minutes))
     setting = f"(run.save_retry_minutes = {minutes:g})"
     again = [
-        Attempt(folder, wait, f"free disk space; retry {number} of {len(waits)} follows in {wait:.0f} s {setting}")
+        (folder, wait, f"free disk space; retry {number} of {len(waits)} follows in {wait:.0f} s {setting}")
         for number, wait in enumerate(waits, start=1)
     ]
-    elsewhere = [Attempt(fallback, notice=f"saving in '{fallback}' (run.fallback_dir)")] if fallback else []
-    return [Attempt(folder), *(elsewhere + again if urgent else again + elsewhere)]
+    elsewhere = [(fallback, 0.0, f"saving in '{fallback}' (run.fallback_dir)")] if fallback else []
+    return [(folder, 0.0, ""), *(elsewhere + again if urgent else again + elsewhere)]
 
 
 def retry_waits(minutes: float) -> Iterator[float]:
