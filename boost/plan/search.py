@@ -36,6 +36,9 @@ from boost.plan.timing import Predictor
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 """Keys of the mesh sizes; their product is the number of processes."""
 
+FEW_BLOCKS = 3
+"""With fewer blocks than this per stage, full recomputation may need more memory than saving activations."""
+
 TIE, TIE_SECONDS = 0.01, 1e-3
 """Plans whose times differ by less than this fraction, or by less than this many seconds, count as equally fast, because launches
 and hooks, which predictions leave out, take that long."""
@@ -106,6 +109,8 @@ class Search:
     _nodes: list[_SearchNode] = field(default_factory=list)
     _peaks: dict[_Sections, tuple[PeakMemory, int]] = field(default_factory=dict)
     _fits: dict[_Sections, bool] = field(default_factory=dict)
+    _full: dict[ParallelConfig, int] = field(default_factory=dict)
+    """Smallest micro-batch at which no candidate fits, by structure."""
 
     def __post_init__(self) -> None:
         self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
@@ -162,7 +167,7 @@ class Search:
                 heapq.heappush(waiting, (first.bound, next(numbers), first))
             else:
                 if first.children is None:
-                    chains = self._legal_variants(first.config.parallel, first.config.train.micro_batch)
+                    chains = self._fitting(first.config.parallel, first.config.train.micro_batch)
                     first.children = [(self.predictor.predict(chain[-1]).seconds, chain) for chain in chains]
                 for seconds, chain in first.children:
                     if test(chain[-1]):
@@ -237,6 +242,17 @@ class Search:
         for policy, every in policies(self.request, parallel):
             chains.setdefault(policy, []).insert(0, self.request.variant(parallel, micro_batch, policy, every))
         return [chain for chain in chains.values() if legal(chain[0])]
+
+    def _fitting(self, parallel: ParallelConfig, micro_batch: int) -> list[list[Config]]:
+        """The legal variants; none if the one with the lowest memory does not fit, here or at a smaller micro-batch."""
+        chains = self._legal_variants(parallel, micro_batch)
+        if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
+            return chains  # recomputing a block may take more memory than saving its activations
+        full = self._full.get(parallel, math.inf) <= micro_batch
+        if full or not self.fits(min((chain[0] for chain in chains), key=_memory_rank)):
+            self._full[parallel] = min(micro_batch, self._full.get(parallel, micro_batch))
+            return []
+        return chains
 
     def _one_tp_group(self, parallel: ParallelConfig, micro_batch: int) -> Config:
         """Returns the configuration reduced to one TP group and one micro-batch, without PP or DP."""
