@@ -3,7 +3,6 @@
 The docstring below each field is its documentation: `boost config --fields` and `boost train --help` print it.
 """
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -120,7 +119,7 @@ class ParallelConfig(Tagged):
     @property
     def world_size(self) -> int:
         """Number of processes in the mesh."""
-        return math.prod(self.axes.values())
+        return self.pp * self.dp * self.cp * self.tp
 
 
 BF16_WEIGHTS_COST = "held-out loss 8.18 instead of 7.30 after 200 steps at lr 2e-4, 5.95 instead of 5.93 at 3e-3"

@@ -1,4 +1,4 @@
-"""Reads CSV, Parquet and Arrow files with `datasets`: a text in one column of each row, or a conversation per row.
+"""Reads CSV files with pandas, Parquet and Arrow files with pyarrow: a text in one column of each row, or a conversation per row.
 
 A file that is damaged or not a table raises `Unreadable`; the batches of rows before the damage are kept.
 """
@@ -7,18 +7,12 @@ import csv
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import fsspec
+from typing import IO, TYPE_CHECKING, Any
 
 from boost.data.conversations import document_of, records_of
-from boost.data.hub import quiet_datasets
 from boost.data.readers import (
     MAX_RECORD_BYTES,
     NOT_UTF8,
@@ -28,6 +22,7 @@ from boost.data.readers import (
     find_text_column,
     note_unread,
     open_utf8,
+    require,
     with_compression,
 )
 from boost.data.report import FileReport, PrepareReport
@@ -35,7 +30,7 @@ from boost.errors import DataError
 from boost.format import format_bytes
 
 if TYPE_CHECKING:
-    from pyarrow import DataType, Table
+    from pyarrow import DataType, Schema, Table
 
 CSV_SUFFIXES = with_compression(".csv", ".tsv")
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
@@ -88,61 +83,66 @@ def _holds_strings(kind: "DataType") -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-class _Files(fsspec.AbstractFileSystem):
-    """The file system `boost://`, from which `datasets` reads what `open_utf8` opens. Its files have numbers, because a name
-    could be a pattern or an address to `datasets`."""
+def _without_rows(schema: "Schema") -> "Table":
+    from pyarrow import Table
 
-    protocol = "boost"
-    numbers = count()
-    openers: ClassVar[dict[str, Callable[[], io.BufferedReader]]] = {}
-
-    def info(self, path: str, **_: object) -> dict[str, object]:
-        return {"name": path, "size": None, "type": "file"}
-
-    def _open(self, path: str, *_: object, **__: object) -> io.BufferedReader:
-        return self.openers[path]()
+    if len({*schema.names}) < len(schema.names):
+        raise ValueError(f"several columns of one name: {schema}")
+    return Table.from_batches([], schema)
 
 
-fsspec.register_implementation("boost", _Files)
+def _parquet(file: IO[bytes], columns: list[str] | None, _: dict[str, Any]) -> Iterator["Table"]:
+    from pyarrow import Table, parquet
+
+    opened = parquet.ParquetFile(file)
+    yield _without_rows(opened.schema_arrow)
+    # Without threads, which would read ahead: the rows before damage that are kept would depend on their timing.
+    for batch in opened.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+        yield Table.from_batches([batch])
+
+
+def _arrow(file: IO[bytes], columns: list[str] | None, _: dict[str, Any]) -> Iterator["Table"]:
+    from pyarrow import ArrowInvalid, Table, ipc
+
+    try:
+        batches = opened = ipc.open_stream(file)
+    except (OSError, ArrowInvalid):
+        opened = ipc.open_file(file)
+        batches = map(opened.get_batch, range(opened.num_record_batches))
+    yield _without_rows(opened.schema)
+    for batch in batches:
+        batch.validate(full=True)
+        yield from (Table.from_batches([batch.slice(at, BATCH_ROWS)]) for at in range(0, len(batch), BATCH_ROWS))
+
+
+def _csv(file: IO[bytes], columns: list[str] | None, options: dict[str, Any]) -> Iterator["Table"]:
+    import pandas
+    from pyarrow import Table
+
+    for frame in pandas.read_csv(file, dtype=object if columns else None, **options):
+        yield Table.from_pandas(frame, preserve_index=False)
+
+
+_READERS = {"Parquet": _parquet, "Arrow": _arrow, "CSV": _csv}
 
 
 def _batches(
     kind: str,
     path: Path,
-    options: dict[str, object],
+    options: dict[str, Any],
     columns: list[str] | None = None,
     entry: FileReport | None = None,
     report: PrepareReport | None = None,
 ) -> Iterator["Table"]:
-    """The rows as pyarrow tables. The first table is empty if `datasets` knows the schema before it reads rows. `columns`: those of
-    Parquet to read, those of CSV to read as text."""
+    """The rows as pyarrow tables. The first table is empty if the schema is known before rows are read. `columns`: those of Parquet
+    to read; CSV is then read as text."""
     entry, report = entry or FileReport(""), report or PrepareReport()
-    begin, row, name = report.consumed, 0, f"{next(_Files.numbers)}.{kind.lower()}"
+    begin, row = report.consumed, 0
+    for package in ("pyarrow", "pandas") if kind == "CSV" else ("pyarrow",):
+        require(package, f"{kind} files")
     try:
-        with ExitStack() as stack:
-            datasets = stack.enter_context(quiet_datasets(f"{kind} files"))
-            import pyarrow  # a requirement of `datasets`
-
-            _Files.openers[name] = lambda: stack.enter_context(open_utf8(path, entry, report))
-            stack.callback(_Files.openers.pop, name)
-            rows = options.get("chunksize", BATCH_ROWS)
-            if kind == "Parquet":
-                options = {"batch_size": rows, "columns": columns}
-            elif kind == "CSV" and columns:
-                features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
-                options = options | {"features": features}
-            with TemporaryDirectory() as cache:
-                stream = datasets.load_dataset(
-                    kind.lower(),
-                    data_files=f"boost://{name}",
-                    split="train",
-                    streaming=True,
-                    cache_dir=cache,
-                    **options,
-                )
-            if stream.features is not None:
-                yield pyarrow.Table.from_batches([], stream.features.arrow_schema)  # empty_table() knows no JSON
-            batches = stream.with_format("arrow").iter(rows)
+        with open_utf8(path, entry, report) as file:
+            batches = _READERS[kind](file, columns, options)
             while True:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.filterwarnings("always", "Skipping line")
@@ -178,7 +178,7 @@ _QUOTES: dict[str, dict[str, Any]] = {
 """What quotes do in a file: arguments that `csv.reader` and `pandas.read_csv` have in common."""
 
 
-def _csv_options(path: Path, entry: FileReport) -> dict[str, object]:
+def _csv_options(path: Path, entry: FileReport) -> dict[str, Any]:
     about, usual = path.stat(), "\t" if ".tsv" in path.name.lower() else ","
     sep, quotes, longest = _dialect_of(path, usual, about.st_size, about.st_mtime_ns)
     if longest > MAX_RECORD_BYTES:

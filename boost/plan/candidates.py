@@ -114,9 +114,6 @@ def powers_of_two(number: int) -> list[int]:
 
 def legal(config: Config) -> bool:
     """Whether `boost train` accepts this configuration."""
-    parallel, train = config.parallel, config.train
-    if not rules.schedules(parallel, train.global_batch // (parallel.dp * train.micro_batch)):
-        return False  # the most common reason, whose message takes long to make
     try:
         rules.check(config)
     except ConfigError:

@@ -5,12 +5,11 @@ gathered weights with plain arithmetic, because a search calls it thousands of t
 included.
 """
 
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from boost.config.architecture import first_alike
@@ -21,7 +20,7 @@ from boost.config.traffic import ITEMSIZE
 from boost.plan import replicas
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
 from boost.plan.optimizer import state_bytes, work_bytes
-from boost.plan.structure import altered, held_tensors
+from boost.plan.structure import held_tensors
 from boost.plan.trace import TracedPass, pass_of_block, trace_embedding, trace_loss
 
 
@@ -48,28 +47,21 @@ class Memory:
 
 def memory(config: Config, pp_rank: int = 0) -> Memory:
     """Memory on one process: the training state for its stages, and the activations that one micro-batch saves."""
-    step = _StepMemory(replicas.with_whole_weights(config), pp_rank, on_gpu=False)
-    saved = Counter({COPIES: step.storage.copies})
-    for block in step.blocks.values():
-        saved.update(block.saved)
+    step = _StepMemory(config, pp_rank, on_gpu=False)
+    saved = Counter({COPIES: step.copies})
+    for of_block in step.saved.values():
+        saved.update(of_block)
     if step.stages[-1].has_head:
         saved.update(step.loss.by_category)
-    moments = int(step.states[OPTIMIZER] * replicas.moments_share(config))
-    return Memory(step.states | {OPTIMIZER: moments}, saved)
+    return Memory(step.states, saved)
 
 
 # The order of passes on one pipeline rank, which determines how many micro-batches are in flight. These are the schedules of
 # torch.distributed.pipelining (torch 2.13) without sends and waits, which do not change the order on a rank. A test checks this.
 
 
-@dataclass(frozen=True)
-class Action:
-    """One pass of one micro-batch through one stage."""
-
-    kind: Literal["forward", "backward"]
-    stage: int
-    """Index among this rank's stages, in forward order."""
-    micro_batch: int
+Action = tuple[Literal["forward", "backward"], int]
+"""A pass of the next micro-batch through one stage: its kind, and the index of the stage on this rank."""
 
 
 def micro_batches(config: Config) -> int:
@@ -80,31 +72,24 @@ def micro_batches(config: Config) -> int:
 def actions(config: Config, pp_rank: int) -> list[Action]:
     """Returns the actions of pipeline rank `pp_rank` in a step, in order."""
     parallel, count = config.parallel, micro_batches(config)
+    forward: list[Action] = [("forward", 0)]
+    backward: list[Action] = [("backward", 0)]
     if parallel.pp == 1:
-        return [Action(kind, 0, n) for n in range(count) for kind in ("forward", "backward")]
+        return count * (forward + backward)
     if parallel.schedule == "gpipe":
-        return [Action(kind, 0, n) for kind in ("forward", "backward") for n in range(count)]
+        return count * forward + count * backward
     if parallel.schedule == "1f1b":
         # Forward passes warm up the pipeline; then backward and forward passes alternate.
         ahead = min(count, parallel.pp - pp_rank)
-        order = [Action("forward", 0, n) for n in range(ahead)]
-        for n in range(count):
-            order.append(Action("backward", 0, n))
-            order += [Action("forward", 0, n + ahead)] * (n + ahead < count)
-        return order
+        return ahead * forward + (count - ahead) * (backward + forward) + ahead * backward
     # Interleaved 1F1B (arXiv 2104.04473) runs a round of micro-batches through one stage, then through the next.
     held, a_round = parallel.virtual, count // max(1, count // parallel.pp)
-    total = held * count
-    ahead = min((held - 1) * a_round + 2 * (parallel.pp - 1 - pp_rank), total)
-    numbers: Counter[Action] = Counter()
-    order = []
-    for step in range(total + ahead):
-        passes = [Action("forward", step // a_round % held, 0)] if step < total else []
-        if step >= ahead:
-            passes.append(Action("backward", held - 1 - (step - ahead) // a_round % held, 0))
-        for action in passes:
-            order.append(replace(action, micro_batch=numbers[action]))
-            numbers[action] += 1
+    ahead = min((held - 1) * a_round + 2 * (parallel.pp - 1 - pp_rank), held * count)
+    stage = [n // a_round % held for n in range(held * count)]
+    order: list[Action] = [("forward", n) for n in stage[:ahead]]
+    for n, done in itertools.zip_longest(stage[ahead:], stage):
+        order += [("forward", n)] if n is not None else []
+        order.append(("backward", held - 1 - done))
     return order
 
 
@@ -143,100 +128,46 @@ def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float =
     Agrees with `boost.measure.memory` within a few percent; for LORO's exact step and for Muon, to within the size of a
     bucket. With LORO, every step counts as an exact step.
     """
-    highest = _StepMemory(replicas.with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
-    moments = int(highest.by_category[OPTIMIZER] * replicas.moments_share(config))
-    return replace(highest, by_category=highest.by_category | {OPTIMIZER: moments})
+    return _StepMemory(config, pp_rank, on_gpu).peak_memory(enough)
 
 
-@dataclass(frozen=True)
-class _BlockFacts:
-    """Memory for one block and micro-batch."""
-
-    saved: Counter[str]
-    """Saved bytes by category, including latents from the previous block."""
-    traced: TracedPass
-
-
-def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _BlockFacts]:
-    """Computes the memory facts for these blocks; identical blocks share them."""
-    model, of_kind = config.model, dict[Hashable, _BlockFacts]()
-    policies, blocks = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
-    for n in numbers:
-        # Which latents from the previous block stay alive depends on that block too.
-        kind = n if model.has_latent_gates else (first_alike(model, n), policies[n])
-        if kind not in of_kind:
-            traced = pass_of_block(config, n, on_gpu)
-            saved = traced.by_category
-            if any(traced.prev_saved):  # latents that only this block keeps alive
-                before = pass_of_block(config, n - 1, on_gpu).latents_saved
-                own = sum(size for size, already in zip(traced.prev_saved, before, strict=True) if not already)
-                saved = saved + Counter({LATENTS: own})
-            of_kind[kind] = _BlockFacts(saved, traced)
-        blocks[n] = of_kind[kind]
-    return blocks
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    """Bytes in addition to the baseline of a pass, at one point in time."""
-
-    name: str
-    saved: Counter[str]
-    temporary: dict[str, int]
-    gathered: dict[str, int] = field(default_factory=dict)
-
-
-class _Storage:
-    """Storage on one process that does not depend on micro-batches or recomputation."""
-
-    def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
-        self.held, self.size = held_tensors(config, stages), ITEMSIZE[config.train.param_dtype]
-        self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.held.by_stage.values()]
-        """Bytes of all gradients, per stage."""
-        weights = self.size * self.held.shards(config.parallel)
-        sums = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
-        self.states = {WEIGHTS: weights, GRADIENTS: sums * weights, OPTIMIZER: state_bytes(config, self.held)}
-        """Bytes between steps by category, in this process's shards."""
-        copied = sum(t.elements for t in self.held.tensors if t.may_have_copy) if config.has_working_copies else 0
-        self.copies = copied * ITEMSIZE[config.train.compute_dtype]
-        """Bytes of working copies while passes run."""
-        self.shards = replicas.Shards(config, self.held)
-        self.buckets = self._bucket_copies(config)
-
-    def _bucket_copies(self, config: Config) -> dict[int | None, int]:
-        """Bytes of the flat copies of gradient buckets, by the block whose backward pass fills them; None: filled at the end.
-
-        A bucket with one tensor is copied only into another dtype. Copies in another dtype stay allocated until all are reduced.
-        """
-        ratio, kept = ITEMSIZE[config.train.sum_dtype] / self.size, 0
-        copies: dict[int | None, int] = {}
-        buckets = list(replicas.sum_buckets(config, self.held))
-        for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
-            filled, copied = bucket.filled_by, bucket.elements * self.size
-            ends = following is None or following.axis != bucket.axis  # the last one over this axis
-            if ratio != 1:
-                kept += int(copied * ratio)
-                copies[filled] = kept
-            elif bucket.length > 1 and (filled is not None or ends):
-                copies[filled] = max(copies.get(filled, 0), copied)
-        return copies | ({None: kept} if kept else {})
-
-
-_storage = functools.lru_cache(512)(_Storage)  # a search tries each mesh with many micro-batch sizes
+_Snapshot = tuple[str, Counter[str], dict[str, int], dict[str, int]]
+"""Bytes in addition to the baseline of a pass, at one point in time, by category: when, and what is saved, temporary, gathered."""
 
 
 class _StepMemory:
     """Replays one optimizer step on one process."""
 
     def __init__(self, config: Config, pp_rank: int, on_gpu: bool) -> None:
-        self.config, self.on_gpu, parallel = config, on_gpu, config.parallel
+        shared = min(1.0, 2 / config.parallel.dp) if config.divides_moments else 1.0
+        self.config = config = replicas.with_whole_weights(config)
+        self.on_gpu, parallel, train = on_gpu, config.parallel, config.train
         self.stages = stages_of(config, pp_rank)
-        self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], on_gpu)
         self.loss, self.embedding = trace_loss(config, on_gpu), trace_embedding(config)
-        train = config.train
-        usual = altered(train, micro_batch=1, global_batch=1, seq_len=1, recompute="none", recompute_every=1)
-        self.storage = _storage(altered(config, train=usual), self.stages)
-        self.states, self.shards, self.buckets = self.storage.states, self.storage.shards, self.storage.buckets
+        self.traced: dict[int, TracedPass] = {}
+        """The pass of each block."""
+        self.saved: dict[int, Counter[str]] = {}
+        """Bytes that each block saves by category, including latents from the previous block."""
+        policies, first_of = train.recompute_by_layer(config.model.layers), dict[Hashable, int]()
+        for n in (n for stage in self.stages for n in stage.numbers):
+            # Which latents from the previous block stay alive depends on that block too.
+            kind = n if config.model.has_latent_gates else (first_alike(config.model, n), policies[n])
+            if (first := first_of.setdefault(kind, n)) == n:
+                self._trace(n)
+            self.traced[n], self.saved[n] = self.traced[first], self.saved[first]
+        self.held, self.size = held_tensors(config, self.stages), ITEMSIZE[train.param_dtype]
+        self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.held.by_stage.values()]
+        """Bytes of all gradients, per stage."""
+        weights = self.size * self.held.shards(parallel)
+        sums = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
+        moments = int(state_bytes(config, self.held) * shared)
+        self.states = {WEIGHTS: weights, GRADIENTS: sums * weights, OPTIMIZER: moments}
+        """Bytes between steps by category, in this process's shards."""
+        copied = sum(t.elements for t in self.held.tensors if t.may_have_copy) if config.has_working_copies else 0
+        self.copies = copied * ITEMSIZE[train.compute_dtype]
+        """Bytes of working copies while passes run."""
+        self.shards = replicas.shards_of(parallel, self.held, ITEMSIZE[train.compute_dtype], self.size)
+        self.buckets = self._bucket_copies()
         self.actions, self.micro_batches = actions(config, pp_rank), micro_batches(config)
         self.has_pipeline = parallel.pp > 1
         self.holds_sends = self.has_pipeline and parallel.schedule == "interleaved-1f1b"
@@ -250,102 +181,128 @@ class _StepMemory:
             if stage.has_head:
                 saved.update(self.loss.by_category)
             self.saved_by_stage.append(saved)
-        self.in_flight: Counter[int] = Counter()
-        """Micro-batches in flight, by stage."""
         self.forward_done = [0 for _ in self.stages]
         """Completed forward passes, per stage."""
         self.backward_done = [0 for _ in self.stages]
         """Completed backward passes, per stage."""
         self._peak: tuple[int, str, dict[str, int]] = (-1, "", {})
 
+    def _trace(self, n: int) -> None:
+        """Traces a block."""
+        traced = self.traced[n] = pass_of_block(self.config, n, self.on_gpu)
+        self.saved[n] = traced.by_category
+        if any(traced.prev_saved):  # latents that only this block keeps alive
+            before = pass_of_block(self.config, n - 1, self.on_gpu).latents_saved
+            own = sum(size for size, already in zip(traced.prev_saved, before, strict=True) if not already)
+            self.saved[n] = traced.by_category + Counter({LATENTS: own})
+
+    def _bucket_copies(self) -> dict[int | None, int]:
+        """Bytes of the flat copies of gradient buckets, by the block whose backward pass fills them; None: filled at the end.
+
+        A bucket with one tensor is copied only into another dtype. Copies in another dtype stay allocated until all are reduced.
+        """
+        ratio, kept = ITEMSIZE[self.config.train.sum_dtype] / self.size, 0
+        copies: dict[int | None, int] = {}
+        buckets = list(replicas.sum_buckets(self.config, self.held))
+        for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
+            filled, copied = bucket.filled_by, bucket.elements * self.size
+            ends = following is None or following.axis != bucket.axis  # the last one over this axis
+            if ratio != 1:
+                kept += int(copied * ratio)
+                copies[filled] = kept
+            elif bucket.length > 1 and (filled is not None or ends):
+                copies[filled] = max(copies.get(filled, 0), copied)
+        return copies | ({None: kept} if kept else {})
+
     def peak_memory(self, enough: float) -> PeakMemory:
         """Returns the largest snapshot, or the first one with more than `enough` bytes."""
         kinds: set[tuple[object, ...]] = set()
-        for action in self.actions:
-            stage = action.stage
+        for kind, stage in self.actions:
+            is_forward = kind == "forward"
             # Passes that start in the same state use the same memory.
-            seen = action.kind, stage, tuple(self.in_flight.items()), tuple(
+            seen = kind, stage, *self._in_flight(), *(
                 min(n, 1) + (n == self.micro_batches - 1) for n in self.backward_done
             )  # fmt: skip
             if seen not in kinds:
                 kinds.add(seen)
-                is_forward = action.kind == "forward"
-                passing = (
-                    self._forward(self.stages[stage]) if is_forward else self._backward(self.stages[stage], action)
+                self._record(
+                    self._baseline(), self._forward(self.stages[stage]) if is_forward else self._backward(stage)
                 )
-                self._record(self._baseline(), passing)
                 if self._peak[0] > enough:
                     break
-            done = self.forward_done if action.kind == "forward" else self.backward_done
-            done[stage] += 1
-            self.in_flight[stage] += 1 if action.kind == "forward" else -1
-        update = work_bytes(self.config, self.storage.held)
-        at_end = (
-            _Snapshot(SUM, Counter(), {WORK: self.buckets.get(None, 0)}),
-            _Snapshot(STEP, Counter(), {WORK: update}),
-        )
+            (self.forward_done if is_forward else self.backward_done)[stage] += 1
+        update = work_bytes(self.config, self.held)
+        at_end: list[_Snapshot] = [
+            (SUM, Counter(), {WORK: self.buckets.get(None, 0)}, {}),
+            (STEP, Counter(), {WORK: update}, {}),
+        ]
         captured = self.config.captures_passes
         self._record(self._with_in_flight(Counter(self.states)), at_end[: 1 if captured else 2])  # all gradients exist
         total, name, held = self._peak
         assert total >= 0
         if captured:  # the graph keeps the memory of the passes, so updates and evaluations need their own
-            evaluation = max(x.temporary[WORK] for stage in self.stages for x in self._forward(stage))
+            evaluation = max(temporary[WORK] for stage in self.stages for _, _, temporary, _ in self._forward(stage))
             held[WORK] += max(update, evaluation)
         return PeakMemory({category: size for category, size in held.items() if size}, name)
 
     # Snapshots.
 
+    def _in_flight(self) -> list[int]:
+        """Micro-batches in flight, by stage."""
+        return [started - done for started, done in zip(self.forward_done, self.backward_done, strict=True)]
+
     def _baseline(self) -> Counter[str]:
         """Bytes held throughout a pass."""
         held = Counter({WEIGHTS: self.states[WEIGHTS], OPTIMIZER: self.states[OPTIMIZER]})
-        held[COPIES] = self.storage.copies
-        for stage, all_of_it, done in zip(self.stages, self.storage.gradient_bytes, self.backward_done, strict=True):
+        held[COPIES] = self.copies
+        for stage, all_of_it, done in zip(self.stages, self.gradient_bytes, self.backward_done, strict=True):
             sharded = self.shards.enabled
             held[GRADIENTS] += self.shards.gradients(stage, done) if sharded else all_of_it * (done > 0)
         held[WORK] = self._context()
         return self._with_in_flight(held)
 
     def _with_in_flight(self, held: Counter[str]) -> Counter[str]:
-        for i, count in self.in_flight.items():
+        for i, count in enumerate(self._in_flight()):
+            stage = self.stages[i]
             for category, size in self.saved_by_stage[i].items():
                 held[category] += count * size
-            sent = self.forward_done[i] if self.holds_sends else count
-            held[BUFFERS] += sent * self._sent_bytes(self.stages[i])
-            if self.holds_sends and not self.stages[i].has_embedding:
-                held[BUFFERS] += self.backward_done[i] * self.blocks[self.stages[i].first_layer].traced.input_bytes
-        # Each micro-batch has receive buffers at each stage boundary: for activations, and for gradients of sent activations.
-        for stage in self.stages if self.has_pipeline else ():
-            received = 0 if stage.has_embedding else self.blocks[stage.numbers[0]].traced.input_bytes
-            held[BUFFERS] += self.micro_batches * (received + self._sent_bytes(stage))
+            sent, received = (
+                self._sent_bytes(stage),
+                0 if stage.has_embedding else self.traced[stage.first_layer].input_bytes,
+            )
+            held[BUFFERS] += (self.forward_done[i] if self.holds_sends else count) * sent
+            if self.holds_sends:
+                held[BUFFERS] += self.backward_done[i] * received
+            # Each micro-batch has receive buffers at each stage boundary: for activations, and for gradients of sent activations.
+            if self.has_pipeline:
+                held[BUFFERS] += self.micro_batches * (received + sent)
         return held
 
     def _record(self, baseline: Counter[str], snapshots: Iterable[_Snapshot]) -> None:
         baseline_bytes = baseline.total()
-        for snapshot in snapshots:
-            above = snapshot.saved, snapshot.temporary, snapshot.gathered
+        for name, *above in snapshots:
             total = baseline_bytes + sum(sum(part.values()) for part in above)
             if total > self._peak[0]:
                 held = Counter(baseline)
                 for part in above:
                     held.update(part)
-                self._peak = total, snapshot.name, dict(held)
+                self._peak = total, name, dict(held)
 
     def _forward(self, stage: Stage) -> Iterator[_Snapshot]:
         saved: Counter[str] = Counter()
-        gathered = self.shards.forward(stage, self.in_flight, self.backward_done)
+        gathered = self.shards.forward(stage, any(self.forward_done))
         for place, n in enumerate(stage.numbers):
-            block = self.blocks[n]
             received = place == 0 and self.has_pipeline and not stage.has_embedding  # the input is in a receive buffer
-            arriving = 0 if received else block.traced.input_bytes
-            yield _Snapshot(FORWARD, +saved, {WORK: arriving + block.traced.forward}, gathered(n))
+            arriving = 0 if received else self.traced[n].input_bytes
+            yield FORWARD, +saved, {WORK: arriving + self.traced[n].forward}, gathered(n)
             saved += self._block_saved(stage, n)
         if stage.has_head:
-            arriving = self.blocks[stage.numbers[-1]].traced.output_bytes
-            yield _Snapshot(LOSS, +saved, {WORK: arriving + self.loss.forward}, gathered(None))
+            arriving = self.traced[stage.numbers[-1]].output_bytes
+            yield LOSS, +saved, {WORK: arriving + self.loss.forward}, gathered(None)
 
-    def _backward(self, stage: Stage, action: Action) -> Iterator[_Snapshot]:
+    def _backward(self, index: int) -> Iterator[_Snapshot]:
         """The baseline includes this micro-batch's saved activations, which are freed block by block."""
-        done = self.backward_done[action.stage]
+        stage, done = self.stages[index], self.backward_done[index]
         # Weight gradients are new tensors that stay allocated, or are accumulated into existing ones.
         is_new = done == 0 or self.shards.scatters_each
         last = done == self.micro_batches - 1
@@ -355,7 +312,7 @@ class _StepMemory:
         waiting_head = 0
         if stage.has_head:
             extra = self.loss.first_backward if is_new else self.loss.backward
-            yield _Snapshot(LOSS_BACKWARD, Counter(), {WORK: extra}, gathered(None))
+            yield LOSS_BACKWARD, Counter(), {WORK: extra}, gathered(None)
             freed.subtract(self.loss.by_category)
             new += self.shards.new_gradients(stage, None, last, self.loss.new_gradients) * (not done)
             if self.config.model.tied and stage.has_embedding:
@@ -364,30 +321,28 @@ class _StepMemory:
                 used = train.compute_dtype if self.config.has_working_copies else train.param_dtype
                 in_new = ITEMSIZE[train.param_dtype] if not done and not self.shards.enabled else 0
                 waiting_head = table // self.config.parallel.tp * (ITEMSIZE[used] - in_new)
-        waiting = 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
+        waiting = 0 if stage.has_head or not self.has_pipeline else self.traced[stage.numbers[-1]].output_bytes
         for n in reversed(stage.numbers):
-            block = self.blocks[n]
-            output_grad = 0 if waiting else block.traced.output_bytes
+            output_grad = 0 if waiting else self.traced[n].output_bytes
             waiting = 0
-            extra = block.traced.first_backward if is_new else block.traced.backward
+            extra = self.traced[n].first_backward if is_new else self.traced[n].backward
             temporary = {GRADIENTS: new, WORK: output_grad + extra + waiting_head}
-            yield _Snapshot(BACKWARD, Counter(freed), temporary, gathered(n))
+            yield BACKWARD, Counter(freed), temporary, gathered(n)
             freed.subtract(self._block_saved(stage, n))
-            new += self.shards.new_gradients(stage, n, last, block.traced.new_gradients) * (not done)
+            new += self.shards.new_gradients(stage, n, last, self.traced[n].new_gradients) * (not done)
             if last and self.buckets.get(n):
-                temporary = {GRADIENTS: new, WORK: block.traced.input_bytes + self.buckets[n]}
-                yield _Snapshot(SUM, Counter(freed), temporary, gathered(n))
+                temporary = {GRADIENTS: new, WORK: self.traced[n].input_bytes + self.buckets[n]}
+                yield SUM, Counter(freed), temporary, gathered(n)
         if stage.has_embedding:
             extra = self.embedding.first_backward if is_new else self.embedding.backward
-            work = self.blocks[stage.numbers[0]].traced.input_bytes + extra + waiting_head
-            temporary = {GRADIENTS: new, WORK: work}
-            yield _Snapshot(EMBEDDING, Counter(freed), temporary, gathered(replicas.END))
+            work = self.traced[stage.first_layer].input_bytes + extra + waiting_head
+            yield EMBEDDING, Counter(freed), {GRADIENTS: new, WORK: work}, gathered(replicas.END)
 
     # Baseline.
 
     def _block_saved(self, stage: Stage, n: int) -> Counter[str]:
         """Saved activations in a block. The input to a stage is in a receive buffer, which is counted separately."""
-        saved = self.blocks[n].saved
+        saved = self.saved[n]
         if self.has_pipeline and n == stage.first_layer and not stage.has_embedding:
             saved = Counter(saved)
             saved[RESIDUAL] -= self.loss.input_bytes
@@ -395,7 +350,7 @@ class _StepMemory:
 
     def _sent_bytes(self, stage: Stage) -> int:
         """Bytes of a stage's output, which is held until its gradient arrives."""
-        return 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
+        return 0 if stage.has_head or not self.has_pipeline else self.traced[stage.numbers[-1]].output_bytes
 
     def _context(self) -> int:
         """Bytes of token ids, positions, rotary angles, and the document mask if attention needs one."""

@@ -7,10 +7,10 @@ last replicas store fewer. All numbers are for the first replica, which stores t
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from boost.config.schema import Config
+from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage
 from boost.config.storage import SUM_AXES
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
@@ -21,11 +21,6 @@ from boost.plan.structure import MAX_CACHED, HeldTensors, StoredTensor, processe
 def with_whole_weights(config: Config) -> Config:
     """The configuration with parallel.shard = "none" if replicas divide only the moments (in-step recovery)."""
     return config.changed(parallel={"shard": "none"}) if config.divides_moments else config
-
-
-def moments_share(config: Config) -> float:
-    """Fraction of the moments that a process holds: replicas that divide moments keep two copies of each moment in total."""
-    return min(1.0, 2 / config.parallel.dp) if config.divides_moments else 1.0
 
 
 def exchange_collectives(config: Config, held: HeldTensors) -> list[Collective]:
@@ -135,10 +130,10 @@ class Shards:
     copied into one flat tensor for the reduce-scatter.
     """
 
-    def __init__(self, config: Config, held: HeldTensors) -> None:
-        parallel, train = config.parallel, config.train
+    def __init__(self, parallel: ParallelConfig, held: HeldTensors, compute: int, stored: int) -> None:
+        """`compute`, `stored`: bytes per element of gathered weights, and of stored weights and their gradients."""
         self.enabled = parallel.sharded
-        self.compute, self.stored = ITEMSIZE[train.compute_dtype], ITEMSIZE[train.param_dtype]
+        self.compute, self.stored = compute, stored
         self.units: dict[tuple[int, int | str | None], int] = {}
         """Elements in each unit, by (stage, block or None)."""
         self.shards: Counter[tuple[int, int | str | None]] = Counter()
@@ -172,9 +167,8 @@ class Shards:
         elements = sum(n for (index, _), n in units.items() if index == stage.index)
         return (self.vectors[stage.index] + elements) * self.stored
 
-    def forward(self, stage: Stage, in_flight: Counter[int], backward_done: Sequence[int]) -> BytesByUnit:
-        """Bytes held during a forward pass."""
-        later = any(in_flight.values()) or any(backward_done)
+    def forward(self, stage: Stage, later: bool) -> BytesByUnit:
+        """Bytes held during a forward pass. `later`: it is not the first pass of the step."""
 
         def held(unit: int | str | None) -> dict[str, int]:
             if not self.enabled:
@@ -216,3 +210,6 @@ class Shards:
             newest = max(blocks.values(), default=0) if unit is None else 2 * blocks[int(unit)]
             return (ends + newest) * self.compute
         return (ends + sum(n for b, n in blocks.items() if unit is None or b <= int(unit))) * self.compute
+
+
+shards_of = functools.lru_cache(512)(Shards)  # a search tries each mesh with many micro-batch sizes

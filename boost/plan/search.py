@@ -2,8 +2,7 @@
 
 Time is cheaper to predict than memory, so the search visits candidates in order of step time and returns the first one that fits.
 Candidates that differ only in recomputation form one node. Nodes are ordered by the step time without recomputation (the fastest
-policy), first by a lower bound on that time, then by its prediction. If a node's policy with the lowest memory does not fit, no
-other policy and no larger micro-batch with the same structure fits.
+policy), first by a lower bound on that time, then by its prediction.
 """
 
 import bisect
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from boost.config import rules
-from boost.config.schema import Config, ParallelConfig, RecomputeName, TrainConfig
+from boost.config.schema import Config, ParallelConfig, TrainConfig
 from boost.config.stages import stages
 from boost.errors import ConfigError
 from boost.plan.candidates import (
@@ -29,12 +28,10 @@ from boost.plan.candidates import (
     policies,
     structures,
 )
-from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.memory import PeakMemory, peak
 from boost.plan.step_time import StepTime
-from boost.plan.structure import traced, without
+from boost.plan.structure import traced
 from boost.plan.timing import Predictor
-from boost.plan.trace import trace_block, trace_loss
 
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 """Keys of the mesh sizes; their product is the number of processes."""
@@ -95,7 +92,7 @@ class _SearchNode:
     """Whether `bound` is the predicted time rather than a lower bound."""
     children: list[tuple[float, list[Config]]] | None = None
     """For each recomputation policy: its candidates from the most to the fewest recomputed blocks, and the step time of the last
-    one, the fastest. None until the node is visited; empty if even the candidate with the lowest memory does not fit."""
+    one, the fastest. None until the node is visited."""
 
 
 @dataclass
@@ -111,21 +108,12 @@ class Search:
 
     _nodes: list[_SearchNode] = field(default_factory=list)
     _peaks: dict[_Sections, tuple[PeakMemory, int]] = field(default_factory=dict)
-    _oom_states: dict[_Sections, int] = field(default_factory=dict)
-    """Candidates that do not fit, with the bytes of weights and optimizer state on the rank that runs out of memory."""
-    _smallest_oom_batch: dict[object, int] = field(default_factory=dict)
-    """Smallest micro-batch at which no candidate fits, by structure and by mesh; 0: no micro-batch fits."""
+    _fits: dict[_Sections, bool] = field(default_factory=dict)
+    _full: dict[ParallelConfig, int] = field(default_factory=dict)
+    """Smallest micro-batch at which no candidate fits, by structure."""
 
     def __post_init__(self) -> None:
         self.predictor: Predictor = self.known.predictor if self.known else Predictor(self.request.hardware)
-        # Usable memory in a small mesh: an upper bound for every mesh, which rules out hopeless candidates.
-        self.usable = int(self.request.hardware.usable_bytes * (1 - self.request.margin))
-        self._limits: dict[ParallelConfig, tuple[int, float]] = {}
-        """(largest micro-batch that may fit, smallest one that does not), by traced values in [parallel]."""
-        self._tp_legal: dict[ParallelConfig, dict[int, bool]] = {}
-        """Whether a TP group is legal, by traced values in [parallel] and micro-batch."""
-        self._policies_of: dict[str, list[tuple[RecomputeName, int]]] = {}
-        self._smallest_structure: dict[tuple[object, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
         for done, parallel in enumerate(listed):
             self._list(parallel)
@@ -179,11 +167,8 @@ class Search:
                 heapq.heappush(waiting, (first.bound, next(numbers), first))
             else:
                 if first.children is None:
-                    chains = self._legal_variants(first.config.parallel, first.config.train.micro_batch)
-                    full = self._out_of_memory(first, min((chain[0] for chain in chains), key=_memory_rank))
-                    first.children = [
-                        (self.predictor.predict(chain[-1]).seconds, chain) for chain in chains if not full
-                    ]
+                    chains = self._fitting(first.config.parallel, first.config.train.micro_batch)
+                    first.children = [(self.predictor.predict(chain[-1]).seconds, chain) for chain in chains]
                 for seconds, chain in first.children:
                     if test(chain[-1]):
                         heapq.heappush(waiting, (seconds, next(numbers), chain))
@@ -222,16 +207,10 @@ class Search:
     def fits(self, config: Config) -> bool:
         """Whether every pipeline rank fits in memory."""
         key, usable = (config.parallel, config.train), self.request.allowed_in(config.parallel)
-        if key not in self._peaks and key not in self._oom_states:
-            held = list[tuple[PeakMemory, int]]()
-            for rank in peak_ranks(config):
-                held.append((peak(config, rank, self.predictor.on_gpu, usable), rank))
-                if held[-1][0].total > usable:
-                    states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
-                    self._oom_states[key] = states
-                    return False
-            self._peaks[key] = max(held, key=lambda rank_peak: rank_peak[0].total)
-        return key not in self._oom_states and self._peaks[key][0].total <= usable
+        if key not in self._fits:
+            peaks = (peak(config, rank, self.predictor.on_gpu, usable) for rank in peak_ranks(config))
+            self._fits[key] = all(held.total <= usable for held in peaks)
+        return self._fits[key]
 
     def peak_memory(self, config: Config) -> tuple[PeakMemory, int]:
         """(peak memory, pipeline rank) for the rank that needs the most memory."""
@@ -242,100 +221,44 @@ class Search:
 
     def _list(self, parallel: ParallelConfig) -> None:
         """Adds the nodes for one structure, one per micro-batch size."""
-        request, structure, mesh = self.request, traced(parallel), _mesh(parallel)
-        choices = self._policies(parallel)
+        request = self.request
+        choices = list(policies(request, parallel))
         # The number of recomputed blocks does not affect whether a candidate is legal.
         one_each = [next(alike) for _, alike in itertools.groupby(choices, operator.itemgetter(0))]
-        tp_legal = self._tp_legal.setdefault(structure, {})
-        known = False
         for micro_batch in micro_batches(request, parallel.dp):
             if not rules.schedules(parallel, request.base.train.global_batch // (parallel.dp * micro_batch)):
                 continue
-            # Whether a TP group is legal does not depend on the rest of the mesh.
-            if micro_batch not in tp_legal:
-                tp_legal[micro_batch] = legal(self._one_tp_group(parallel, micro_batch))
-            if not tp_legal[micro_batch]:
-                continue
-            if known and not self._may_fit(parallel, micro_batch):
-                return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
             variants = (request.variant(parallel, micro_batch, *policy) for policy in one_each)
             if (config := next(filter(legal, variants), None)) is None:
                 continue
-            if not known:
-                best = self._smallest_structure.get(mesh, parallel)
-                self._smallest_structure[mesh] = min(best, parallel, key=_schedule_rank)
-            known = True
             self.considered += len(choices)
             without = config if config.train.recompute == "none" else request.variant(parallel, micro_batch)
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
-
-    def _policies(self, parallel: ParallelConfig) -> list[tuple[RecomputeName, int]]:
-        """The recomputation policies to try."""
-        if parallel.layout not in self._policies_of:
-            self._policies_of[parallel.layout] = list(policies(self.request, parallel))
-        return self._policies_of[parallel.layout]
 
     def _legal_variants(self, parallel: ParallelConfig, micro_batch: int) -> list[list[Config]]:
         """The legal configurations that differ only in recomputation: for each policy, from the most to the fewest
         recomputed blocks."""
         chains: dict[str, list[Config]] = {}
-        for policy, every in self._policies(parallel):
+        for policy, every in policies(self.request, parallel):
             chains.setdefault(policy, []).insert(0, self.request.variant(parallel, micro_batch, policy, every))
         return [chain for chain in chains.values() if legal(chain[0])]
 
-    def _out_of_memory(self, node: _SearchNode, smallest: Config) -> bool:
-        """Whether no variant of a node fits. Tests the smallest structure for the mesh first, then that of the node."""
-        parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
+    def _fitting(self, parallel: ParallelConfig, micro_batch: int) -> list[list[Config]]:
+        """The legal variants; none if the one with the lowest memory does not fit, here or at a smaller micro-batch."""
+        chains = self._legal_variants(parallel, micro_batch)
         if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
-            return False  # recomputing a block may take more memory than saving its activations
-        thrifty = (chain[0] for chain in self._legal_variants(self._smallest_structure[_mesh(parallel)], micro_batch))
-        of_mesh = min(thrifty, key=_memory_rank, default=None)
-        asked = [(_mesh(parallel), of_mesh)] if of_mesh is not None else []
-        for place, config in (*asked, (parallel, smallest)):
-            if micro_batch >= self._smallest_oom_batch.get(place, micro_batch + 1):
-                return True
-            if not self.fits(config):
-                states = self._oom_states.get((config.parallel, config.train), 0)
-                usable = self.request.allowed_in(config.parallel)
-                self._smallest_oom_batch[place] = 0 if states > usable else micro_batch
-                return True
-        return False
+            return chains  # recomputing a block may take more memory than saving its activations
+        full = self._full.get(parallel, math.inf) <= micro_batch
+        if full or not self.fits(min((chain[0] for chain in chains), key=_memory_rank)):
+            self._full[parallel] = min(micro_batch, self._full.get(parallel, micro_batch))
+            return []
+        return chains
 
     def _one_tp_group(self, parallel: ParallelConfig, micro_batch: int) -> Config:
         """Returns the configuration reduced to one TP group and one micro-batch, without PP or DP."""
         whole = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1, "split": ()}
         train = {"micro_batch": micro_batch, "global_batch": micro_batch, "recompute": "none", "recompute_every": 1}
         return self.request.base.model_copy(update={"parallel": parallel}).changed(parallel=whole, train=train)
-
-    def _may_fit(self, parallel: ParallelConfig, micro_batch: int) -> bool:
-        """Whether a block and the loss fit without any training state. If not, no configuration fits."""
-        key = traced(parallel)
-        fits_up_to, too_large = self._limits.get(key, (0, math.inf))
-        if fits_up_to < micro_batch < too_large:
-            if self._floor(parallel, micro_batch) <= self.usable:
-                fits_up_to = micro_batch
-            else:
-                too_large = micro_batch
-            self._limits[key] = fits_up_to, too_large
-        return micro_batch <= fits_up_to
-
-    def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
-        """Lower bound on the bytes that some rank needs in addition to training state: for the loss, or for one block."""
-        if parallel.overlap != "none" and micro_batch > 1:  # two halves use at least as much memory as one half
-            parallel, micro_batch = without(parallel, "overlap"), micro_batch // 2
-        config, on_gpu = self._one_tp_group(parallel, micro_batch), self.predictor.on_gpu
-        loss = trace_loss(config, on_gpu)
-        loss_bytes = loss.input_bytes + loss.forward
-        if loss_bytes > self.usable:
-            return loss_bytes
-        block_bytes = math.inf
-        for policy in POLICIES[0], POLICIES[-1]:
-            block = trace_block(config, 0, policy, on_gpu)
-            held = block.by_category.total() + block.output_bytes + block.backward
-            block_bytes = min(block_bytes, held)
-            if block_bytes <= self.usable:
-                break
-        return max(loss_bytes, int(block_bytes))
 
 
 def _mesh(parallel: ParallelConfig) -> tuple[object, ...]:

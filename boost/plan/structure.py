@@ -58,11 +58,6 @@ def _interned(section: _Section) -> _Section:
     return section
 
 
-def traced_config(config: Config) -> Config:
-    """Resets UNTRACED fields to their defaults."""
-    return altered(config, parallel=traced(config.parallel), train=traced(config.train))
-
-
 class StoredTensor(NamedTuple):
     """One stored tensor on one process. Several parameters may be fused along its rows."""
 

@@ -153,10 +153,8 @@ class Predictor:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.on_gpu = hardware.is_gpu
-        self._micro_batches: dict[tuple[object, ...], dict[TrainConfig, _Cache]] = {}
+        self._micro_batches: dict[tuple[object, ...], _Cache] = {}
         """Results for one micro-batch, shared by configurations with equal model, TP, layout and micro-batch."""
-        self._shared: dict[tuple[int, int], tuple[dict[TrainConfig, _Cache], object]] = {}
-        """The same results by the identities of [model] and [parallel], which are kept alive."""
         self._steps: _Cache = {}
         """Results for the work that is done once per step."""
         self._seconds: dict[Speeds, dict[Operation, float]] = defaultdict(dict)
@@ -200,7 +198,7 @@ class Predictor:
 
     def _straggling(self, parallel: ParallelConfig) -> float:
         """Time spent waiting for the slowest node, as a fraction of the rest of the step: proportional to log2(nodes)."""
-        nodes = -(-_processes(parallel) // self.hardware.per_node)
+        nodes = -(-parallel.world_size // self.hardware.per_node)
         return self.hardware.straggling * math.log2(nodes)
 
     def passes(self, config: Config) -> Sequence[PassTime]:
@@ -271,7 +269,7 @@ class Predictor:
         return result
 
     def _speeds(self, config: Config) -> Speeds:
-        return self.hardware.speeds_of(min(_processes(config.parallel), self.hardware.per_node))
+        return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
 
     def _pass(self, config: Config, held: Sequence[Stage], shared: "_Cache") -> PassTime:
         """Times for one micro-batch through all stages of one pipeline rank."""
@@ -427,14 +425,11 @@ class Predictor:
     def _of_micro_batch(self, model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> "_Cache":
         """The results for one micro-batch that this configuration shares. They depend on the model, traced fields, how groups are
         spread over nodes, and how many processes run on each."""
-        key = id(model), id(p)  # hashes of sections cost more than most of what is looked up
-        if key not in self._shared:
-            per_node, per_site = self.hardware.per_node, self.hardware.per_site
-            places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(_processes(p), per_node))
-            if per_site is not None:
-                places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
-            self._shared[key] = self._micro_batches.setdefault((model, traced(p), places), {}), (model, p)
-        return self._shared[key][0].setdefault(traced(train), {})
+        per_node, per_site = self.hardware.per_node, self.hardware.per_site
+        places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node))
+        if per_site is not None:
+            places += (*(span(axis, p, per_site) for axis in ("tp", "cp", "pp")), p.dp_cp)
+        return self._micro_batches.setdefault((model, traced(p), traced(train), places), {})
 
 
 def room_in(passing: PassTime, overlap: float, shared: bool) -> tuple[float, float]:
@@ -456,10 +451,6 @@ def _cached(cache: _Cache, key: tuple[object, ...], function: Callable[..., _T],
     if key not in cache:
         cache[key] = function(*arguments)
     return cast(_T, cache[key])
-
-
-def _processes(p: ParallelConfig) -> int:
-    return p.pp * p.dp_cp * p.tp
 
 
 def _step(config: Config, held: HeldTensors) -> tuple[object, ...]:

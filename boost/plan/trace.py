@@ -24,7 +24,7 @@ from boost.models.interface import Flow, Layout, Stream
 from boost.models.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor
-from boost.plan.structure import MAX_CACHED, traced_config
+from boost.plan.structure import MAX_CACHED, altered, traced
 from boost.plan.tape import Flight, Operation, ShapeStorage, work_of
 from boost.plan.tracer import ONE_PASS, TracedLayout, Tracer
 from boost.plan.work import Counted
@@ -91,39 +91,24 @@ def pass_of_block(config: Config, layer: int, on_gpu: bool = False) -> TracedPas
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
     """Trace of the final norm, the head and the loss."""
-    return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss, _by_tokens)
+    return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss)
 
 
 def trace_embedding(config: Config) -> TracedPass:
     """Trace of the embedding."""
-    return _cached(config, ("embedding",), False, _trace_embedding, _by_tokens)
+    return _cached(config, ("embedding",), False, _trace_embedding)
 
 
 # Cache.
 
 
-@functools.lru_cache(MAX_CACHED)
-def _by_tokens(config: Config) -> Config:
-    """A configuration without attention's axes that has the same embedding and loss: they depend only on the number of tokens."""
-    parallel, train = config.parallel, config.train
-    if parallel.cp > 1 and parallel.tp == 1 and parallel.overlap == "halves":
-        return config  # the halves exist because of this axis
-    tokens = train.micro_batch * train.seq_len // parallel.cp
-    return config.changed(parallel={"cp": 1}, train={"micro_batch": 1, "seq_len": tokens})
-
-
 _TRACES: dict[tuple[Any, ...], TracedPass] = {}
 
 
-def _cached(
-    config: Config,
-    key: tuple[object, ...],
-    on_gpu: bool,
-    run: Callable[[Tracer], TracedPass],
-    reduced: Callable[[Config], Config] = lambda config: config,
-) -> TracedPass:
-    """Caches a trace. Configurations that differ only in UNTRACED fields, or that `reduced` makes equal, share the result."""
-    config, gathered = reduced(traced_config(config)), config.parallel.sharded
+def _cached(config: Config, key: tuple[object, ...], on_gpu: bool, run: Callable[[Tracer], TracedPass]) -> TracedPass:
+    """Caches a trace. Configurations that differ only in UNTRACED fields share the result."""
+    gathered = config.parallel.sharded
+    config = altered(config, parallel=traced(config.parallel), train=traced(config.train))
     backends = kernels.BACKENDS["eager"], kernels.BACKENDS[ONE_PASS]  # experiments replace both
     whole = config.model, config.parallel, config.train, gathered, backends, key
     if whole not in _TRACES:

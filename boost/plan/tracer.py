@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -157,52 +157,29 @@ def _last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=torch.empty(0), enable_gqa=grouped)
 
 
-class _KernelFacts(NamedTuple):
-    """Outputs and cost of a kernel for arguments with given sizes."""
-
-    several: bool
-    """Whether it returns several results."""
-    results: tuple[tuple[Shape, Shape, torch.dtype], ...]
-    """(shape, strides, dtype) of each result."""
-    kind: str
-    """The slowest kind of operation in the kernel."""
-
-
-_KERNEL_FACTS: dict[tuple[object, ...], _KernelFacts] = {}
-"""Cached facts, by kernel, arguments and size limits for small tensors."""
-_MAX_FACTS = 10_000
-
-
 def one_pass(kernel: Kernel, arguments: tuple[object, ...]) -> Any:
     """Runs a kernel as one operation, which reads its arguments (once, unless the kernel specifies otherwise), writes its results
     once, and allocates nothing else. The operation is as fast as the slowest kind of operation in the kernel."""
     inputs = [x for x in arguments if isinstance(x, ShapeTensor)]
     tape = inputs[0].tape
-    sizes = (x.shape + x.strides + (x.dtype,) if isinstance(x, ShapeTensor) else x for x in arguments)
-    key = kernel, tape.tokens, tape.small, tape.statistic, *sizes
-    facts = _KERNEL_FACTS.get(key)
-    if facts is None:
-        if len(_KERNEL_FACTS) > _MAX_FACTS:
-            _KERNEL_FACTS.clear()
-        with tape.unrecorded() as done:
-            outputs = kernel.function(*arguments)
-            several = isinstance(outputs, tuple)
-            results = tuple((x.shape, x.strides, x.dtype) for x in (outputs if several else (outputs,)))
-            del outputs
-        kinds = {operation.kernel for operation in done}
-        slowest = next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
-        facts = _KERNEL_FACTS[key] = _KernelFacts(several, results, slowest)
+    with tape.unrecorded() as done:
+        outputs = kernel.function(*arguments)
+        several = isinstance(outputs, tuple)
+        results = [(x.shape, x.strides, x.dtype) for x in (outputs if several else (outputs,))]
+        del outputs
+    kinds = {operation.kernel for operation in done}
+    slowest = next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
     made = [
         make(inputs[0], shape, kernel.name, dtype=dtype, inputs=inputs, strides=strides)
-        for shape, strides, dtype in facts.results
+        for shape, strides, dtype in results
     ]
     largest = max(inputs, key=lambda x: x.numel_)
     numel, dtype = largest.numel_, largest.dtype
     moved = sum(
         n * x.nbytes for n, tensors in ((kernel.reads, inputs), (1, made)) for x in tensors if x.numel_ == numel
     )
-    tape.record_op(facts.kind, (numel,), dtype, moved / (numel * dtype.itemsize))
-    return tuple(made) if facts.several else made[0]
+    tape.record_op(slowest, (numel,), dtype, moved / (numel * dtype.itemsize))
+    return tuple(made) if several else made[0]
 
 
 ONE_PASS = "one pass"

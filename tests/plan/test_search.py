@@ -36,27 +36,17 @@ def test_the_search_matches_brute_force(family: str) -> None:
     for usable in (sizes[-1], sizes[len(sizes) // 2], sizes[len(sizes) // 10], sizes[0]):
         search = Search(Request(config, 4, hardware(usable), fixed))
         for test in (lambda c: True, lambda c: c.parallel.tp == 2, lambda c: c.train.recompute == "none"):
-            fitting = [seconds for seconds, size, candidate in every if size <= search.usable and test(candidate)]
+            fitting = [
+                seconds
+                for seconds, size, candidate in every
+                if size <= search.request.allowed_in(candidate.parallel) and test(candidate)
+            ]
             found = search.fastest(test)
             assert (found is None) == (not fitting)
             if found is not None:
                 assert found.time.seconds == pytest.approx(min(fitting), rel=1e-12) and found.shortfall <= 0
         smallest = search.smallest()
         assert smallest is not None and smallest.memory == sizes[0]
-
-
-def test_micro_batches_too_large_for_one_block_are_skipped() -> None:
-    config, roomy = base("--model.layers=8"), Search(Request(base("--model.layers=8"), 4, hardware()))
-    floors = sorted({roomy._floor(n.config.parallel, n.config.train.micro_batch) for n in roomy._nodes})
-    search = Search(Request(config, 4, hardware(floors[len(floors) // 2])))
-    over: dict[str, list[int]] = {}
-    for node in search._nodes:
-        parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
-        if search._floor(parallel, micro_batch) > search.usable:
-            over.setdefault(repr(parallel), []).append(micro_batch)
-    assert len(search._nodes) < len(roomy._nodes)
-    # The smallest micro-batch of a structure stays, so that its shortfall can be reported.
-    assert all(len(listed) == 1 for listed in over.values())
 
 
 def test_candidates_are_exactly_the_valid_configurations() -> None:
