@@ -91,15 +91,25 @@ def pass_of_block(config: Config, layer: int, on_gpu: bool = False) -> TracedPas
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
     """Trace of the final norm, the head and the loss."""
-    return _cached(config, ("loss", on_gpu), on_gpu, _trace_loss)
+    return _cached(_by_tokens(config), ("loss", on_gpu), on_gpu, _trace_loss)
 
 
 def trace_embedding(config: Config) -> TracedPass:
     """Trace of the embedding."""
-    return _cached(config, ("embedding",), False, _trace_embedding)
+    return _cached(_by_tokens(config), ("embedding",), False, _trace_embedding)
 
 
 # Cache.
+
+
+@functools.lru_cache(MAX_CACHED)
+def _by_tokens(config: Config) -> Config:
+    """A configuration without attention's axes that has the same embedding and loss: they depend only on the number of tokens."""
+    parallel, train = config.parallel, config.train
+    if parallel.cp > 1 and parallel.tp == 1 and parallel.overlap == "halves":
+        return config  # the halves exist because of this axis
+    tokens = train.micro_batch * train.seq_len // parallel.cp
+    return config.changed(parallel={"cp": 1}, train={"micro_batch": 1, "seq_len": tokens})
 
 
 _TRACES: dict[tuple[Any, ...], TracedPass] = {}
