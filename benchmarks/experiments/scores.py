@@ -70,7 +70,7 @@ def scored(trainer: Trainer, folder: Path) -> Scored | None:
         harness = HarnessModel(
             model, store.tokenizer(), None, store.eos, [store.eos], trainer.config.train.seq_len, BATCH, shows=False
         )
-        found = run_tasks(harness, [task.name for task in TASKS], folder, bootstraps=0, answers=True)
+        found = run_tasks(harness, [task.name for task in TASKS], folder, log_samples=True, bootstrap_iters=0)
     if not found:
         return None
     values = {f"{row['task']} {row['metric']}": row["value"] for row in rows_of(found)}

@@ -6,18 +6,16 @@ import datetime
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from boost.cli.terminal import print_rows
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError
 from boost.format import format_bytes
-from boost.text import printable
+from boost.text import JsonObject, printable
 from boost.train.rundir import require_checkpoint_folder
 
 Result = TypeVar("Result")
-Status = Literal["complete", "superseded", "incomplete", "damaged"]
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -54,34 +52,31 @@ def _list(args: argparse.Namespace) -> int:
     from boost.train.metrics import read_metrics
     from boost.train.rundir import RunDirectory
 
-    checkpoints = [info for path in checkpoint_folders(Path(args.path)) if (info := unless_removed(path, inspect))]
-    if not checkpoints:
+    rows = [row for path in checkpoint_folders(Path(args.path)) if (row := unless_removed(path, inspect))]
+    if not rows:
         raise CheckpointError(f"'{args.path}': its run rotated every checkpoint away meanwhile; try again")
-    folder = checkpoints[0].path.parent
+    folder = Path(rows[0]["path"]).parent
     lines, damaged = [], list[int]()
     metrics = RunDirectory(folder.resolve().parent).metrics
     with contextlib.suppress(OSError):  # a copied checkpoints folder has no metrics
         lines = read_metrics(metrics, damaged)
     losses = {line["step"]: line["heldout_loss"] for line in lines if line["kind"] == "eval"}
-    best = read_best(folder)
-    best_path = checkpoint_path(folder, best.step) if best else None
-    rows, cells = [], []
-    for info in checkpoints:
+    best, cells = read_best(folder), []
+    for row in rows:
         # The metrics belong to the branch that training continued on.
-        loss = None if info.step is None or info.status == "superseded" else losses.get(info.step)
-        is_best, saved = info.path == best_path, info.saved.isoformat(timespec="seconds")
-        row = {"path": str(info.path), "step": info.step, "saved": saved, "bytes": info.bytes, "state": info.status}
-        rows.append(row | {"problem": info.problem, "heldout_loss": loss, "best": is_best})
-        state, told = info.status + ", best" * is_best, "-" if loss is None else f"{loss:.4f}"
-        cells.append((info.step, f"{info.saved:%Y-%m-%d %H:%M:%S}", format_bytes(info.bytes), told, state))
+        loss = None if row["step"] is None or row["state"] == "superseded" else losses.get(row["step"])
+        is_best = best is not None and row["path"] == str(checkpoint_path(folder, best.step))
+        row |= {"heldout_loss": loss, "best": is_best}
+        saved, told = row["saved"][:19].replace("T", " "), "-" if loss is None else f"{loss:.4f}"
+        cells.append((row["step"], saved, format_bytes(row["bytes"]), told, row["state"] + ", best" * is_best))
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
     headings = ("step", "saved", "size", "held-out loss", "state")
     print_rows(headings, cells, right=("step", "size", "held-out loss"))
-    for info in checkpoints:
-        if info.problem:
-            print(printable(f"{info.path.name}: {info.problem}"))
+    for row in rows:
+        if row["problem"]:
+            print(printable(f"{Path(row['path']).name}: {row['problem']}"))
     if damaged:
         print(printable(f"{metrics.name}: {len(damaged)} unreadable lines, the first is line {damaged[0]}"))
     return 0
@@ -95,11 +90,10 @@ def _verify(args: argparse.Namespace) -> int:
             if not args.json:
                 print(printable(f"{path.name}: rotated away meanwhile"), flush=True)
             continue
-        info, problems = verified
+        noted, problems = verified
         rows.append({"path": str(path), "intact": not problems, "problems": problems})
         if not args.json:
-            noted = f" ({info.problem})" if info.problem else ""
-            for line in problems or [f"{path.name}: intact{noted}"]:
+            for line in problems or [f"{path.name}: intact{noted and f' ({noted})'}"]:
                 print(printable(line), file=sys.stderr if problems else sys.stdout, flush=True)
     if not rows:
         raise CheckpointError(f"'{args.path}': its run rotated every checkpoint away meanwhile; try again")
@@ -108,11 +102,23 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if all(row["intact"] for row in rows) else 1
 
 
-def _verified(path: Path) -> "tuple[CheckpointInfo, list[str]]":
-    """A checkpoint and what is wrong with its files."""
-    if (info := inspect(path)).status == "incomplete":
-        return info, [f"'{path}' is incomplete: {info.problem}"]
-    return info, [str(info.problem)] if info.status == "damaged" else changed_files(path)
+def _verified(path: Path) -> tuple[str, list[str]]:
+    """What was noted when a checkpoint was saved, and what is wrong with its files: every byte is compared with the manifest."""
+    from boost.train.checkpoint.verify import read_manifest, verify_file
+    from boost.train.progress import progress
+
+    row = inspect(path)
+    if row["state"] == "incomplete":
+        return "", [f"'{path}' is incomplete: {row['problem']}"]
+    if row["state"] == "damaged":
+        return "", [row["problem"]]
+    problems, manifest = [], read_manifest(path)
+    for name in progress(sorted(manifest.root), f"{path.name} (files)"):
+        try:
+            verify_file(path, name, manifest)
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+    return row["problem"] or "", problems
 
 
 def unless_removed(path: Path, examine: Callable[[Path], Result]) -> Result | None:
@@ -128,20 +134,6 @@ def unless_removed(path: Path, examine: Callable[[Path], Result]) -> Result | No
             raise
         return None
     return examined if folder_identity(path) == before else None
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """One checkpoint folder."""
-
-    path: Path
-    step: int | None
-    status: Status
-    """incomplete: no manifest; superseded: abandoned by a rollback or a later `--resume PATH`."""
-    bytes: int
-    saved: datetime.datetime
-    problem: str | None = None
-    """What is damaged, or what was wrong with the run when it was saved."""
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
@@ -160,8 +152,12 @@ def checkpoint_folders(path: Path) -> list[Path]:
     raise CheckpointError(f"{what} '{path}'; pass a run directory or a step-... folder")
 
 
-def inspect(path: Path) -> CheckpointInfo:
-    """Inspects a checkpoint folder: manifest, file sizes, state and headers. Does not compute digests."""
+def inspect(path: Path) -> JsonObject:
+    """Facts about a checkpoint folder, from its manifest, file sizes, state and headers. Does not compute digests.
+
+    `state`: incomplete (no manifest), damaged, superseded (abandoned by a rollback or a later `--resume PATH`) or complete.
+    `problem`: what is damaged, or what was wrong with the run when it was saved; None if nothing.
+    """
     from boost.train.checkpoint import open_checkpoint, step_of
     from boost.train.checkpoint.commit import MANIFEST_FILE
     from boost.train.checkpoint.verify import check_size, read_manifest, read_structure
@@ -169,11 +165,11 @@ def inspect(path: Path) -> CheckpointInfo:
     stats = [file.stat() for file in path.rglob("*") if file.is_file()]
     newest = max((stat.st_mtime for stat in stats), default=path.stat().st_mtime)
     saved = datetime.datetime.fromtimestamp(newest, datetime.UTC).astimezone()
-    status: Status = "superseded" if path.name.startswith("superseded-") else "complete"
+    state = "superseded" if path.name.startswith("superseded-") else "complete"
     problem = None
     try:
         if not (path / MANIFEST_FILE).is_file():
-            status, problem = "incomplete", f"no {MANIFEST_FILE}"
+            state, problem = "incomplete", f"no {MANIFEST_FILE}"
         else:
             checkpoint, manifest = open_checkpoint(path), read_manifest(path)
             for name in manifest.root:
@@ -182,19 +178,6 @@ def inspect(path: Path) -> CheckpointInfo:
             marks = {"unusable": checkpoint.position.trouble, "unproven": checkpoint.position.doubt}
             problem = "; ".join(f"{kind}: {mark}" for kind, mark in marks.items() if mark) or None
     except BoostError as error:
-        status, problem = "damaged", str(error)
-    return CheckpointInfo(path, step_of(path), status, sum(stat.st_size for stat in stats), saved, problem)
-
-
-def changed_files(path: Path) -> list[str]:
-    """Compares every byte in a checkpoint with its manifest. Returns one line per changed file."""
-    from boost.train.checkpoint.verify import read_manifest, verify_file
-    from boost.train.progress import progress
-
-    problems, manifest = [], read_manifest(path)
-    for name in progress(sorted(manifest.root), f"{path.name} (files)"):
-        try:
-            verify_file(path, name, manifest)
-        except DamagedCheckpointError as error:
-            problems.append(str(error))
-    return problems
+        state, problem = "damaged", str(error)
+    row = {"path": str(path), "step": step_of(path), "saved": saved.isoformat(timespec="seconds")}
+    return row | {"bytes": sum(stat.st_size for stat in stats), "state": state, "problem": problem}

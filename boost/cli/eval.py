@@ -156,7 +156,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":
         decoder, tokenizer, bos, eos, end_tokens(checkpoint.data), config.train.seq_len, batch, mesh.is_main
     )
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    rows = rows_of(run_tasks(model, names, args.task_folder, args.fewshot, args.limit))
+    rows = rows_of(run_tasks(model, names, args.task_folder, num_fewshot=args.fewshot, limit=args.limit))
     if not mesh.is_main:
         return mesh
     if args.json:

@@ -20,7 +20,7 @@ from boost.version import __version__
 COMMAND_GROUPS = {
     "data": {"prepare": "tokenize files, a Hugging Face dataset or a code corpus"},
     "training": {
-        "recipe": "reproduce a published run, or shrink and heal a published model",
+        "recipe": "reproduce a published run, or shrink and heal a model",
         "train": "train a model",
         "config": "print a fully resolved configuration, or validate a file",
         "eval": "evaluate a checkpoint on held-out text, or on tasks",
@@ -48,39 +48,25 @@ COMMAND_GROUPS = {
 COMMANDS = {name: summary for commands in COMMAND_GROUPS.values() for name, summary in commands.items()}
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Lists commands under the headings of COMMAND_GROUPS, which argparse does not support."""
-
-    def format_help(self) -> str:
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, (), ())
-        formatter.add_text(self.description)
-        for heading, commands in COMMAND_GROUPS.items():
-            formatter.start_section(heading)
-            formatter.add_arguments([argparse.Action((), name, help=summary) for name, summary in commands.items()])
-            formatter.end_section()
-        formatter.start_section("options")
-        formatter.add_arguments(action for action in self._actions if action.option_strings)
-        formatter.end_section()
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
-
-
 def build_parser(words: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """Builds the parser for the commands among `words`. Each command's file defines its arguments and help."""
-    parser = CommandParser(
+    listed = [
+        f"{heading}:\n" + "".join(f"  {name:<14}  {summary}\n" for name, summary in commands.items())
+        for heading, commands in COMMAND_GROUPS.items()
+    ]
+    parser = argparse.ArgumentParser(
         prog="boost",
         usage="boost COMMAND ...",
-        description="Train low-rank LLMs (SVD, CoLA, LaX) on many GPUs.",
+        description="\n".join(["Train low-rank LLMs (SVD, CoLA, LaX) on many GPUs.\n", *listed]),
         epilog="Quick start:\n"
         "  boost prepare --stdlib     prepare a corpus from the Python standard library\n"
         "  boost train demo           train a few million parameters in minutes on a CPU\n"
         "'boost COMMAND --help' shows the options of a command, with examples.",
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=18),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"boost {__version__}", help="show the version and exit")
     subparsers = parser.add_subparsers(
-        dest="command", metavar="COMMAND", prog="boost", required=True, parser_class=argparse.ArgumentParser
+        dest="command", metavar="COMMAND", prog="boost", required=True, help=argparse.SUPPRESS
     )
     for name in (name for name in COMMANDS if name in words):
         # plan_calibrate.py is the two-word command `plan calibrate`; import_.py avoids the keyword `import`.

@@ -6,7 +6,6 @@ default group contains the processes of this replica. Legend: n replicas in a me
 """
 
 import datetime
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -37,15 +36,18 @@ def replica_size(parallel: ParallelConfig) -> int:
     return parallel.world_size // parallel.dp
 
 
+def ranks_of_replicas(parallel: ParallelConfig) -> list[list[int]]:
+    """Global ranks in a full run, by replica and process within it, in the order of `parallel.axes`."""
+    ranks = torch.arange(parallel.world_size).view(tuple(parallel.axes.values()))
+    result: list[list[int]] = ranks.movedim(list(parallel.axes).index("dp"), 0).flatten(1).tolist()
+    return result
+
+
 def replica_of_rank(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
-    """Maps a global rank in a full run to (replica, process within it), in the order of `parallel.axes`."""
-    place = next(itertools.islice(itertools.product(*map(range, parallel.axes.values())), rank, None))
-    by_name = dict(zip(parallel.axes, place, strict=True))
-    process = 0
-    for name, size in parallel.axes.items():
-        if name != "dp":
-            process = process * size + by_name[name]
-    return by_name["dp"], process
+    """Maps a global rank in a full run to (replica, process within it)."""
+    return next(
+        (number, ranks.index(rank)) for number, ranks in enumerate(ranks_of_replicas(parallel)) if rank in ranks
+    )
 
 
 def open_replica(

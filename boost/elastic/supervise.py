@@ -13,7 +13,7 @@ from pathlib import Path
 
 from boost.config import Config
 from boost.elastic.membership import DEAD, Coordinator
-from boost.elastic.mesh import replica_of_rank
+from boost.elastic.mesh import ranks_of_replicas
 from boost.elastic.recovery import INCARNATION
 from boost.train.failures import read_reports
 from boost.train.rendezvous import file_store
@@ -42,9 +42,7 @@ class Supervisor:
 
     @classmethod
     def of(cls, config: Config) -> "Supervisor":
-        places = [(*replica_of_rank(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
-        numbers = range(config.parallel.dp)
-        return cls([[rank for of, _, rank in sorted(places) if of == n] for n in numbers], config.run.replica_restarts)
+        return cls(ranks_of_replicas(config.parallel), config.run.replica_restarts)
 
     def supervise(
         self,

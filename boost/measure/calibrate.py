@@ -10,7 +10,6 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -81,10 +80,10 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
             for dtype in sorted({point.dtype for point in sweep})
         ]
         doubts = list(problems(profile, errors, drift))
-        profile["sources"] += [f"warning: {problem.words}" for problem in doubts]
-        refused = any(problem.serious for problem in doubts) and not force
-        for problem in doubts:
-            print(f"{'error' if problem.serious else 'warning'}: {problem.words}", file=sys.stderr)
+        profile["sources"] += [f"warning: {words}" for words, _ in doubts]
+        refused = any(serious for _, serious in doubts) and not force
+        for words, serious in doubts:
+            print(f"{'error' if serious else 'warning'}: {words}", file=sys.stderr)
         if refused:
             print(
                 f"{out} was not written; keep the machine idle and calibrate again, or use --force to write it anyway",
@@ -296,17 +295,8 @@ def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> st
 # A noisy profile would give useless plans.
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A problem in a calibrated profile."""
-
-    words: str
-    serious: bool
-    """Whether the problem makes the profile useless."""
-
-
-def problems(profile: JsonObject, fit_errors: Sequence[tuple[str, float]], drift: float) -> Iterator[Problem]:
-    """Yields the problems in a profile, given in its file format.
+def problems(profile: JsonObject, fit_errors: Sequence[tuple[str, float]], drift: float) -> Iterator[tuple[str, bool]]:
+    """Yields the problems in a profile, given in its file format, and whether each makes the profile useless.
 
     `fit_errors`: mean error of the GEMM fit, by '<sweep>, <dtype>'. `drift`: the probe's time after the calibration, divided by
     its time before.
@@ -314,18 +304,18 @@ def problems(profile: JsonObject, fit_errors: Sequence[tuple[str, float]], drift
     for path, number in tree_flatten_with_path(profile)[0]:
         if isinstance(number, int | float) and (not math.isfinite(number) or number < 0):
             name = ".".join(key.key for key in path if isinstance(key, MappingKey))
-            yield Problem(f"{name} = {number:g} is not a valid speed", True)
+            yield f"{name} = {number:g} is not a valid speed", True
     for sweep in [profile["speeds"], *([profile["alone"]] if "alone" in profile else [])]:
         for dtype, speed in sweep["gemm"].items():
             if (reached := speed["tflops"] * speed["fraction"]) < LEAST_TFLOPS:
-                yield Problem(f"{dtype} GEMMs reach only {reached * 1e3:.3g} GFLOP/s", True)
+                yield f"{dtype} GEMMs reach only {reached * 1e3:.3g} GFLOP/s", True
         if sweep["memory_gb_s"] < LEAST_GB_S:
-            yield Problem(f"memory bandwidth is only {sweep['memory_gb_s']:.3g} GB/s", True)
+            yield f"memory bandwidth is only {sweep['memory_gb_s']:.3g} GB/s", True
     link = profile["node"]
     if link.get("known", True) and link["gb_s"] < LEAST_GB_S:
-        yield Problem(f"{link['name']} sends only {link['gb_s']:.2g} GB/s between processes", True)
+        yield f"{link['name']} sends only {link['gb_s']:.2g} GB/s between processes", True
     for name, error in fit_errors:
         if not error < FIT_ERROR:
-            yield Problem(f"the GEMM fit has a mean error of {error:.0%} ({name})", not error < WORST_FIT_ERROR)
+            yield f"the GEMM fit has a mean error of {error:.0%} ({name})", not error < WORST_FIT_ERROR
     if not drift < DRIFT:
-        yield Problem(f"the machine slowed down by a factor of {drift:.1f} during calibration", not drift < WORST_DRIFT)
+        yield f"the machine slowed down by a factor of {drift:.1f} during calibration", not drift < WORST_DRIFT

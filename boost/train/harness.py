@@ -139,28 +139,18 @@ class HarnessModel(TemplateLM):
 
 
 def run_tasks(
-    model: HarnessModel,
-    names: Sequence[str],
-    folder: Path | None = None,
-    fewshot: int | None = None,
-    limit: int | None = None,
-    bootstraps: int = 100_000,
-    answers: bool = False,
+    model: HarnessModel, names: Sequence[str], folder: Path | None = None, log_samples: bool = False, **options: Any
 ) -> JsonObject:
-    """Runs tasks from the harness or from `folder`. Returns the harness's result: `results` by task (see `rows_of`)
-    and, with `answers`, the `samples` of each task, one per question.
+    """Runs tasks from the harness or from `folder`. Returns the harness's result: `results` by task (see `rows_of`) and, with
+    `log_samples`, the `samples` of each task. `options`: those of the harness's `simple_evaluate`, such as num_fewshot and limit.
 
-    On a process whose LOCAL_RANK is not 0, the harness returns nothing, so the result is empty. `fewshot`: examples per question;
-    `limit`: questions per task (both None: set by the task). `bootstraps`: bootstrap samples for standard errors without a formula
-    (0 omits these errors). Raises ConfigError for an unknown task, and DataError if data cannot be loaded.
+    On a process whose LOCAL_RANK is not 0, the harness returns nothing, so the result is empty. Raises ConfigError for an unknown
+    task, and DataError if data cannot be loaded.
     """
-    manager = _find(names, folder)
+    options |= {"tasks": list(names), "task_manager": _find(names, folder), "log_samples": log_samples}
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
-            result = simple_evaluate(
-                model, tasks=list(names), num_fewshot=fewshot, limit=limit, bootstrap_iters=bootstraps,
-                task_manager=manager, log_samples=answers,
-            )  # fmt: skip
+            result = simple_evaluate(model, **options)
     except (ConnectionError, FileNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(

@@ -332,8 +332,8 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     """Prints the result on the main process. Collective, because all processes take part in generating the sample."""
     sample = ""
     if result.evaluation:
-        prompt = heldout_prompt(trainer.store)
-        sample = f"{prompt.text}[...]{sample_text(trainer.model, trainer.store, prompt.ids, SAMPLE_TOKENS)}"
+        prompt, ids = heldout_prompt(trainer.store)
+        sample = f"{prompt}[...]{sample_text(trainer.model, trainer.store, ids, SAMPLE_TOKENS)}"
     if not trainer.mesh.is_main:
         return
     if result.evaluation:

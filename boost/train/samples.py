@@ -1,7 +1,6 @@
 """Text samples from the model during training."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from boost.data.store import TokenStore
 from boost.data.tokenizer import PlainText, continuation
@@ -32,31 +31,19 @@ class TextSamples(Hook):
             return
         self._sampled = event.metrics.step
         model, store = trainer.model, trainer.store
-        prompts = [encode(store, text) for text in self.prompts] or [heldout_prompt(store)]
+        plain, empty = PlainText(store.tokenizer(), store.eos), [store.eos or 0]
+        prompts = [(text, plain.encode(text) or empty) for text in self.prompts] or [heldout_prompt(store)]
         with in_phase(Phase.EVALUATION):
-            texts = trainer.mesh.together(
-                lambda: [sample_text(model, store, prompt.ids, self.tokens) for prompt in prompts]
-            )
-        for prompt, text in zip(prompts, texts, strict=True):
-            trainer.notify("on_sample", SampleEnd(event.metrics.step, prompt.text, text))
+            texts = trainer.mesh.together(lambda: [sample_text(model, store, ids, self.tokens) for _, ids in prompts])
+        for (prompt, _), text in zip(prompts, texts, strict=True):
+            trainer.notify("on_sample", SampleEnd(event.metrics.step, prompt, text))
 
 
-class Prompt(NamedTuple):
-    """The start of a text, and its tokens (at least one)."""
-
-    text: str
-    ids: list[int]
-
-
-def encode(store: TokenStore, text: str) -> Prompt:
-    return Prompt(text, PlainText(store.tokenizer(), store.eos).encode(text) or [store.eos or 0])
-
-
-def heldout_prompt(store: TokenStore) -> Prompt:
-    """The start of the held-out text."""
+def heldout_prompt(store: TokenStore) -> tuple[str, list[int]]:
+    """The start of the held-out text, and its tokens."""
     heldout = store.split("heldout")
     ids = heldout.window(0, min(PROMPT_TOKENS, heldout.n_tokens)).tolist()
-    return Prompt(store.tokenizer().decode(ids), ids)
+    return store.tokenizer().decode(ids), ids
 
 
 def sample_text(model: Model, store: TokenStore, prompt: list[int], tokens: int) -> str:

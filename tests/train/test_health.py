@@ -222,7 +222,7 @@ def test_a_young_run_in_doubt_is_saved_and_can_be_killed(store: Path, tmp_path: 
     ((step, (trouble, doubt)),) = saves.marks.items()
     assert (step, trouble) == (40, "") and doubt.startswith("spike at step 39")
     listed = inspect(ckpt.checkpoint_path(tmp_path / "checkpoints", 40))
-    assert (listed.status, listed.problem) == ("complete", f"unproven: {doubt}")
+    assert (listed["state"], listed["problem"]) == ("complete", f"unproven: {doubt}")
     again, saves = run_until(config, resume="auto")
     assert any("step-00000040' is not proven: spike at step" in text for text in again.warnings)
     recovered = next(text for text in saves.seen if "training has recovered" in text)

@@ -48,6 +48,6 @@ def test_without_prompts_held_out_text_is_continued(store: Path, tmp_path: Path)
     from boost.data.store import TokenStore
 
     _, samples = fit(store, tmp_path / "run", 4, ())
-    prompt = heldout_prompt(TokenStore.open(store))
-    assert [(step, text) for step, text, _ in samples] == [(2, prompt.text), (4, prompt.text)]
-    assert len(prompt.ids) == 24
+    text, ids = heldout_prompt(TokenStore.open(store))
+    assert [(step, text) for step, text, _ in samples] == [(2, text), (4, text)]
+    assert len(ids) == 24
