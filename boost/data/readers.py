@@ -209,7 +209,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
             file: io.BufferedReader = io.BufferedReader(opened, CHUNK)
             if encoding := _foreign_codec(file.peek(200)[:200]):
                 entry.note(f"encoded in {encoding.upper()[:6]}, converted to UTF-8")
-                file = io.BufferedReader(_Pieces(_transcoded(file, encoding)), CHUNK)
+                file = io.BufferedReader(_Pieces(text.encode() for text in _decoded(file, encoding)), CHUNK)
             yield file
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         where = "truncated" if isinstance(error, EOFError) else str(error)
@@ -282,20 +282,6 @@ def _xz_streams(file: io.RawIOBase) -> Iterator[bytes]:
         raise EOFError
 
 
-def _transcoded(file: IO[bytes], encoding: str) -> Iterator[bytes]:
-    """A text in another encoding as UTF-8, without a byte order mark."""
-    decoder, offset, data = codecs.getincrementaldecoder(encoding)(), 0, b"begin"
-    while data:
-        data = file.read(CHUNK)
-        try:
-            text = decoder.decode(data, final=not data)
-        except UnicodeDecodeError as error:
-            where = f"byte {offset - (len(error.object) - len(data)) + error.start}"
-            raise Unreadable(f"damaged {encoding.upper()[:6]} text", where, "save it as UTF-8") from error
-        yield text.encode("utf-8")
-        offset += len(data)
-
-
 def _foreign_codec(head: bytes) -> str | None:
     """The codec of text that begins with `head`, if it is UTF-16 or UTF-32; else None."""
     encoding = foreign_encoding(head)
@@ -309,24 +295,23 @@ def _foreign_codec(head: bytes) -> str | None:
     return codec if all(c.isprintable() or c.isspace() for c in sample) else None
 
 
-def _decoded(file: IO[bytes]) -> Iterator[str]:
+def _decoded(file: IO[bytes], encoding: str = "utf-8") -> Iterator[str]:
     """The text of a file in pieces, without a byte order mark. Raises `Unreadable` with the offset of the first bad byte."""
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-    while True:
+    decoder, offset, data = codecs.getincrementaldecoder(encoding)(), 0, b"begin"
+    while data:
         data = file.read(CHUNK)
-        nul = data.find(b"\0")
-        if nul >= 0:
+        if encoding == "utf-8" and (nul := data.find(b"\0")) >= 0:
             raise Unreadable("binary (holds a NUL byte)", f"byte {offset + nul}")
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             # The decoder's input includes the incomplete character that ended the previous chunk.
-            position = offset - (len(error.object) - len(data)) + error.start
-            where = f"byte {position} (0x{error.object[error.start]:02x})"
+            where = f"byte {offset - (len(error.object) - len(data)) + error.start}"
+            if encoding != "utf-8":
+                raise Unreadable(f"damaged {encoding.upper()[:6]} text", where, "save it as UTF-8") from error
+            where += f" (0x{error.object[error.start]:02x})"
             raise Unreadable(NOT_UTF8, where, "convert it, e.g. with 'iconv -f latin1 -t utf-8'") from None
         yield text if offset else text.removeprefix("\ufeff")
-        if not data:
-            return
         offset += len(data)
 
 

@@ -12,7 +12,7 @@ import stat
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -54,14 +54,6 @@ class InputFile:
     size: int = 0
     mtime_ns: int = 0
     refused: str = ""
-
-
-@dataclass
-class SeenInputs:
-    """Real paths and document keys from earlier inputs on the same command line."""
-
-    paths: set[str] = field(default_factory=set)
-    keys: set[str] = field(default_factory=set)
 
 
 AGAIN = "nothing was written; run the command again when nothing else is writing to the input"
@@ -123,14 +115,15 @@ class FilesSource:
     """
 
     def __init__(
-        self, path: str | Path, text_field: str | None = None, seen: SeenInputs | None = None, chat: bool = False
+        self, path: str | Path, text_field: str | None = None, seen: set[str] | None = None, chat: bool = False
     ) -> None:
-        """`chat`: the files hold conversations. Raises `DataError` if there is nothing at the path."""
+        """`seen`: real paths (absolute) and document keys (relative) of earlier inputs on the same command line. `chat`: the files
+        hold conversations. Raises `DataError` if there is nothing at the path."""
         self.path, self.name, self.text_field, self.chat = Path(path), str(path), text_field, chat
         self._skipped: list[tuple[str, str]] = []
         self._chosen = set[Path]()
         """Files of a train split that is known to be one."""
-        self._seen = seen or SeenInputs()
+        self._seen = set[str]() if seen is None else seen
         if not self.path.exists():
             otherwise = "" if chat else ", or use --stdlib for a corpus without files"
             raise DataError(f"{path}: no such file or folder; check the spelling{otherwise}")
@@ -249,14 +242,14 @@ class FilesSource:
         if not stat.S_ISREG(about.st_mode):
             return InputFile(path, key, explicit, refused="not a regular file")
         real = os.path.realpath(path)
-        if real in self._seen.paths:
+        if real in self._seen:
             return InputFile(path, key, False, refused="already read under another name")
-        self._seen.paths.add(real)
+        self._seen.add(real)
         # Documents with the same key would share a split.
         number, name = 2, key
-        while key in self._seen.keys:
+        while key in self._seen:
             number, key = number + 1, f"{name}#{number}"
-        self._seen.keys.add(key)
+        self._seen.add(key)
         return InputFile(path, key, explicit, about.st_size, about.st_mtime_ns)
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:
