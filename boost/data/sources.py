@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 
 from boost.data.conversations import read_conversations
-from boost.data.hub import HubSource, quiet_datasets
-from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text
+from boost.data.hub import HubSource, quiet_hub
+from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text, require
 from boost.data.report import FileReport, PrepareReport
 from boost.data.store import STORE_FILE
 from boost.data.tables import TABLE_SUFFIXES, read_table
@@ -72,8 +72,12 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
 @contextmanager
 def opening_dataset(folder: Path) -> Iterator[ModuleType]:
     """The module `datasets`, quiet, without network and code. Its errors become one line. Raises `DataError`."""
+    datasets = require("datasets", f"the dataset in {folder}")
+    bars, level = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     try:
-        with quiet_datasets(f"the dataset in {folder}") as datasets:
+        with quiet_hub():
             yield datasets
     except DataError:
         raise
@@ -81,6 +85,10 @@ def opening_dataset(folder: Path) -> Iterator[ModuleType]:
         # Missing files, Arrow errors, malformed JSON and YAML.
         line = (str(error).strip().splitlines() or ["no message"])[0]
         raise DataError(f"{folder}: not a dataset that 'datasets' can load: {type(error).__name__}: {line}") from error
+    finally:
+        datasets.utils.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def read_file(

@@ -130,10 +130,13 @@ class Search:
         request = self.request
         if any(node.config.parallel.tp > 1 for node in self._nodes) or "parallel.tp" in request.fixed:
             return ""
+        whole = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1, "split": ()}
+        train = {"micro_batch": 1, "global_batch": 1, "recompute": "none", "recompute_every": 1}
         for parallel in structures(request):
             if parallel.tp > 1:
+                config = request.base.model_copy(update={"parallel": parallel})
                 try:
-                    rules.check(self._one_tp_group(parallel, 1))
+                    rules.check(config.changed(parallel=whole, train=train))  # one TP group and one micro-batch
                 except ConfigError as error:
                     return str(error)
         return ""
@@ -253,12 +256,6 @@ class Search:
             self._full[parallel] = min(micro_batch, self._full.get(parallel, micro_batch))
             return []
         return chains
-
-    def _one_tp_group(self, parallel: ParallelConfig, micro_batch: int) -> Config:
-        """Returns the configuration reduced to one TP group and one micro-batch, without PP or DP."""
-        whole = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1, "split": ()}
-        train = {"micro_batch": micro_batch, "global_batch": micro_batch, "recompute": "none", "recompute_every": 1}
-        return self.request.base.model_copy(update={"parallel": parallel}).changed(parallel=whole, train=train)
 
 
 def _memory_rank(config: Config) -> tuple[int, ...]:
