@@ -178,10 +178,6 @@ class Tape:
         self.peak = self.first_peak = self.live
         self.new_gradients = 0
 
-    def peaks_above(self, held: int) -> tuple[int, int]:
-        """Peaks in this pass, in bytes above `held`: for a later micro-batch, and for the first one."""
-        return self.peak - held, self.first_peak - held
-
     def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
         """Records an operation. Arguments are those of `Work.of`."""
         self.log.append(Operation(shape, kernel, dtype, moves, self.place, self.phase, self.times))
@@ -287,12 +283,16 @@ class Tape:
 
     # The backward pass.
 
-    def backward(self, roots: list[ShapeTensor], gradients: list[ShapeTensor]) -> None:
-        """Runs the backward pass from `roots`, and empties both lists."""
+    def backward(self, roots: list[ShapeTensor], gradients: list[ShapeTensor]) -> tuple[int, int, int]:
+        """Runs the backward pass from `roots`, and empties both lists. Returns its peaks in bytes above what is live at its start,
+        for a later micro-batch and for the first one, and the bytes of weight gradients."""
+        held = self.live
+        self.begin_pass()
         self.phase = "backward"
         with torch.no_grad():
             self._backward(roots, gradients)
         self.phase = "forward"
+        return self.peak - held, self.first_peak - held, self.new_gradients
 
     def _backward(self, roots: list[ShapeTensor], gradients: list[ShapeTensor]) -> None:
         waiting = _pending(roots)

@@ -114,7 +114,7 @@ def test_keys_of_several_inputs_are_unique_and_nothing_is_read_twice(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)
-    seen = set()
+    seen = set[str]()
     documents, report = read(*(FilesSource(tmp_path / path, None, seen) for path in ("a", "b", "a/x.txt")))
     assert documents == [("x.txt", "a"), ("x.txt#2", "b")]
     assert skips(report) == {("x.txt", "already read under another name"): []}
