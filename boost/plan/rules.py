@@ -471,9 +471,8 @@ def _collective(kind: str, x: ShapeTensor, *others: object) -> ShapeTensor:
         made, operation = (x.shape[0] * int(processes), *x.shape[1:]), "all_gather_into_tensor"
     elif kind == REDUCE_SCATTER:
         made, operation = (x.shape[0] // int(processes), *x.shape[1:]), "reduce_scatter"
-    x.tape.record_collective(kind, made if kind == ALL_GATHER else x.shape, x.dtype, int(processes), axis)
     result = make(x, made, operation)
-    x.tape.in_flight(result)
+    x.tape.record_collective(kind, made if kind == ALL_GATHER else x.shape, int(processes), axis, result)
     return result
 
 

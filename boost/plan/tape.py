@@ -196,19 +196,17 @@ class Tape:
             assert self.live == live, "memory was not freed"
 
     def record_collective(
-        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int, axis: str
+        self, kind: str, shape: tuple[int, ...], processes: int, axis: str, result: ShapeTensor
     ) -> None:
+        """Records the start of a collective, which is in flight until `wait`."""
+        self._in_flight[id(result.storage)] = len(self.collectives)
         self.flights.append(Flight(len(self.log), len(self.collectives), self.times, waited=False))
-        sent = Collective(self.phase, kind, shape, name_of(dtype), processes, self.place, axis=axis)
+        sent = Collective(self.phase, kind, shape, name_of(result.dtype), processes, self.place, axis=axis)
         self.collectives += [sent] * self.times
 
     def record(self) -> tuple[tuple[Operation, ...], tuple[Collective, ...], tuple[Flight, ...]]:
         """Returns all operations and collectives so far, and when each collective was in flight."""
         return tuple(self.log), tuple(self.collectives), tuple(self.flights)
-
-    def in_flight(self, result: ShapeTensor) -> None:
-        """Marks `result` as the result of the latest collective."""
-        self._in_flight[id(result.storage)] = self.flights[-1].number
 
     def wait(self, result: ShapeTensor) -> None:
         """Records the wait for the collective with this result."""
