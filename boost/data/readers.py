@@ -193,8 +193,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
     """
     compression = _COMPRESSION.get(path.suffix.lower(), "")
     try:
-        with path.open("rb", buffering=0) as raw:
-            counted = _Counted(raw, report)
+        with _Counted(path, report) as counted:
             match compression:
                 case "gzip":
                     opened: io.RawIOBase | io.BufferedIOBase = gzip.GzipFile(fileobj=counted)
@@ -223,23 +222,20 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
         raise Unreadable(f"damaged {compression} file", str(error).splitlines()[0], "copy the file again") from error
 
 
-class _Counted(io.RawIOBase):
+class _Counted(io.FileIO):
     """A file whose reads advance the progress bar."""
 
-    def __init__(self, file: io.RawIOBase, report: PrepareReport) -> None:
-        self._file, self._report = file, report
+    def __init__(self, path: Path, report: PrepareReport) -> None:
+        super().__init__(path)
+        self._report = report
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self._file.seek(offset, whence))
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(-1 if size is None else size)
+        self._report.consumed += len(data)
+        return data
 
     def readinto(self, buffer: "WriteableBuffer") -> int:
-        count = int(self._file.readinto(buffer))
+        count = super().readinto(buffer)
         self._report.consumed += count
         return count
 
