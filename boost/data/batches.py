@@ -52,6 +52,10 @@ def join(batches: Iterable[Batch]) -> Batch:
     return Batch(tokens, targets, document_ids)
 
 
+def _is_relevant(record: logging.LogRecord) -> bool:
+    return "jax profiler" not in record.getMessage()
+
+
 class ShuffledOrder:
     """An endless indexable sequence: each run of `n_samples` items is a new permutation of range(n_samples), grain's.
 
@@ -62,15 +66,9 @@ class ShuffledOrder:
         # On import, grain warns through absl that jax is missing, which is irrelevant here.
         from absl import logging as absl_logging
 
-        def is_relevant(record: logging.LogRecord) -> bool:
-            return "jax profiler" not in record.getMessage()
+        absl_logging.get_absl_logger().addFilter(_is_relevant)
+        from grain.experimental import index_shuffle
 
-        logger = absl_logging.get_absl_logger()
-        logger.addFilter(is_relevant)
-        try:
-            from grain.experimental import index_shuffle
-        finally:
-            logger.removeFilter(is_relevant)
         self._permute, self._n_samples = index_shuffle, n_samples
         # The same as grain.MapDataset.range(n_samples).seed(seed).shuffle().repeat(), which takes ten times as long per item.
         self._seed = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])

@@ -167,15 +167,9 @@ def _open_megatron(index: Path, split: str | None) -> TokenFile:
     return TokenFile(path, dtype, split, index, ends[indices[1:]])
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Consecutive ids in a document, without the eos at its end. `split`: None until it is chosen."""
-
-    key: str
-    split: str | None
-    ids: npt.NDArray[np.integer]
-    end: bool
-    entry: FileReport
+_Part = tuple[str, str | None, npt.NDArray[np.integer], bool, FileReport]
+"""Consecutive ids in a document, without the eos at its end: the document's key, its split (None until it is chosen), the ids,
+whether the document ends with them, and the file's report."""
 
 
 class TokenInput:
@@ -223,7 +217,7 @@ class TokenInput:
                     ids = ids[:-1]
                 length += len(ids)
                 if length:
-                    yield _Part(f"{file.path.name}:{number}", file.split, ids, end, entry)
+                    yield f"{file.path.name}:{number}", file.split, ids, end, entry
                 if not end:
                     continue
                 if length:
@@ -247,7 +241,7 @@ def build_from_tokens(
     if tokens.files[0].split is None:
         progress.phase("scanning the ids", tokens.size)
         parts = tokens.parts(eos[1], size, scanned, progress)
-        rule = choose_split((part.key for part in parts if part.end), options.heldout)
+        rule = choose_split((key for key, _, _, end, _ in parts if end), options.heldout)
         if rule is None:
             raise DataError(f"the input contains no token ids: {scanned.skipped_in_words()}; pass files that do")
         if rule.single:
@@ -258,13 +252,12 @@ def build_from_tokens(
     count_bytes = byte_counter(tokenizer)
     progress.phase("copying the ids", tokens.size)
     with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
-        for part in tokens.parts(eos[1], size, report, progress):
-            n_bytes = count_bytes(part.ids)
-            split = part.split or ("train" if rule is None else rule.split_of(part.key))
-            writer.append(split, part.ids, n_bytes, part.end)
-            part.entry.documents += part.end
-            part.entry.bytes += n_bytes
-            part.entry.tokens += len(part.ids) + part.end
+        for key, split, ids, end, entry in tokens.parts(eos[1], size, report, progress):
+            n_bytes = count_bytes(ids)
+            writer.append(split or ("train" if rule is None else rule.split_of(key)), ids, n_bytes, end)
+            entry.documents += end
+            entry.bytes += n_bytes
+            entry.tokens += len(ids) + end
         for name, sizes in writer.sizes.items():
             if not sizes["documents"]:
                 raise DataError(

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 from boost.data.conversations import document_of, without_nulls
 from boost.data.readers import Document, accept, note_unread, require
@@ -152,22 +151,6 @@ def commit_of(dataset: str, revision: str | None) -> str | None:
         return HfApi().dataset_info(dataset, revision=revision).sha
     except OfflineModeIsEnabled:
         return None
-
-
-@contextmanager
-def quiet_datasets(what: str) -> Iterator[ModuleType]:
-    """The module `datasets`, without progress bars and log lines. Raises `DataError` if it is missing; `what` needs it."""
-    datasets = require("datasets", what)
-    bars, level = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    try:
-        with quiet_hub():
-            yield datasets
-    finally:
-        datasets.utils.logging.set_verbosity(level)
-        if bars:
-            datasets.enable_progress_bars()
 
 
 @contextmanager

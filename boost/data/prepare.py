@@ -23,7 +23,7 @@ from boost.data.hub import HubSource
 from boost.data.options import PrepareOptions, Progress
 from boost.data.readers import Document
 from boost.data.reading import Reading
-from boost.data.sources import FilesSource, SeenInputs, Source, StdlibSource
+from boost.data.sources import FilesSource, Source, StdlibSource
 from boost.data.split import SplitRule, choose_split
 from boost.data.store import FORMAT, OFFSET_DTYPE, SPLITS, STORE_FILE, TokenStore, boundaries_of, read_meta, token_dtype
 from boost.data.tokenizer import (
@@ -121,7 +121,7 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
     of the documents). Raises `DataError`."""
     sources: list[Source] = []
     heldout: list[Source] = []
-    seen = SeenInputs()
+    seen = set[str]()
     if options.heldout_split is None:
         heldout += [FilesSource(path, options.text_field, seen) for path in options.heldout_from]
     elif options.hf is None or options.heldout_from:
@@ -313,37 +313,28 @@ def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Token
 
 def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: Reading, size: int) -> list[str]:
     """Notes for the user, in addition to the numbers."""
-    notes = []
-    requested = parse_training(options.tokenizer)
-    if requested is not None and size < requested:
-        notes.append(
-            f"the train split has too few repeated sequences for a vocabulary of {requested} tokens; the tokenizer has {size}"
-        )
-    if rule.single:
-        notes.append(
-            "the corpus is a single document, so its last part is held out, starting after a line break if possible"
-        )
-    counts = encoder.counts
-    if counts["unknown"]:
-        notes.append(f"count of the unknown token: {counts['unknown']}; the tokenizer cannot represent all of the text")
-    if counts["dropped"]:
-        notes.append(
-            f"characters that the tokenizer has no token for, dropped: {counts['dropped']}; choose another tokenizer"
-        )
-    if counts["spelled"]:
-        notes.append(f"text that spells a special token, encoded as ordinary tokens: {counts['spelled']}")
-    if counts["forged"]:
-        notes.append(
-            f"text that the tokenizer cannot tell from a special token, such as the end of a document: {counts['forged']}; use "
-            "another --eos"
-        )
-    if reading.taken == options.max_documents:
-        notes.append(f"only the first {reading.taken} documents were read (--max-documents)")
-    if encoder.is_full("train"):
-        notes.append(f"stopped at the document that reached {options.max_tokens} training tokens (--max-tokens)")
-    elif options.max_tokens is not None:
-        notes.append(f"the input has fewer than {options.max_tokens} training tokens (--max-tokens)")
-    return notes
+    requested, counts, stops = parse_training(options.tokenizer), encoder.counts, encoder.is_full("train")
+    notes = {
+        f"the train split has too few repeated sequences for a vocabulary of {requested} tokens; the tokenizer has {size}": (
+            requested is not None and size < requested
+        ),
+        "the corpus is a single document, so its last part is held out, starting after a line break if possible": rule.single,
+        f"count of the unknown token: {counts['unknown']}; the tokenizer cannot represent all of the text": counts[
+            "unknown"
+        ],
+        f"characters that the tokenizer has no token for, dropped: {counts['dropped']}; choose another tokenizer": (
+            counts["dropped"]
+        ),
+        f"text that spells a special token, encoded as ordinary tokens: {counts['spelled']}": counts["spelled"],
+        f"text that the tokenizer cannot tell from a special token, such as the end of a document: {counts['forged']}; use "
+        "another --eos": counts["forged"],
+        f"only the first {reading.taken} documents were read (--max-documents)": reading.taken == options.max_documents,
+        f"stopped at the document that reached {options.max_tokens} training tokens (--max-tokens)": stops,
+        f"the input has fewer than {options.max_tokens} training tokens (--max-tokens)": (
+            options.max_tokens is not None and not stops
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:

@@ -193,8 +193,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
     """
     compression = _COMPRESSION.get(path.suffix.lower(), "")
     try:
-        with path.open("rb", buffering=0) as raw:
-            counted = _Counted(raw, report)
+        with _Counted(path, report) as counted:
             match compression:
                 case "gzip":
                     opened: io.RawIOBase | io.BufferedIOBase = gzip.GzipFile(fileobj=counted)
@@ -209,7 +208,7 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
             file: io.BufferedReader = io.BufferedReader(opened, CHUNK)
             if encoding := _foreign_codec(file.peek(200)[:200]):
                 entry.note(f"encoded in {encoding.upper()[:6]}, converted to UTF-8")
-                file = io.BufferedReader(_Pieces(_transcoded(file, encoding)), CHUNK)
+                file = io.BufferedReader(_Pieces(text.encode() for text in _decoded(file, encoding)), CHUNK)
             yield file
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         where = "truncated" if isinstance(error, EOFError) else str(error)
@@ -223,23 +222,20 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
         raise Unreadable(f"damaged {compression} file", str(error).splitlines()[0], "copy the file again") from error
 
 
-class _Counted(io.RawIOBase):
+class _Counted(io.FileIO):
     """A file whose reads advance the progress bar."""
 
-    def __init__(self, file: io.RawIOBase, report: PrepareReport) -> None:
-        self._file, self._report = file, report
+    def __init__(self, path: Path, report: PrepareReport) -> None:
+        super().__init__(path)
+        self._report = report
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self._file.seek(offset, whence))
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(-1 if size is None else size)
+        self._report.consumed += len(data)
+        return data
 
     def readinto(self, buffer: "WriteableBuffer") -> int:
-        count = int(self._file.readinto(buffer))
+        count = super().readinto(buffer)
         self._report.consumed += count
         return count
 
@@ -282,20 +278,6 @@ def _xz_streams(file: io.RawIOBase) -> Iterator[bytes]:
         raise EOFError
 
 
-def _transcoded(file: IO[bytes], encoding: str) -> Iterator[bytes]:
-    """A text in another encoding as UTF-8, without a byte order mark."""
-    decoder, offset, data = codecs.getincrementaldecoder(encoding)(), 0, b"begin"
-    while data:
-        data = file.read(CHUNK)
-        try:
-            text = decoder.decode(data, final=not data)
-        except UnicodeDecodeError as error:
-            where = f"byte {offset - (len(error.object) - len(data)) + error.start}"
-            raise Unreadable(f"damaged {encoding.upper()[:6]} text", where, "save it as UTF-8") from error
-        yield text.encode("utf-8")
-        offset += len(data)
-
-
 def _foreign_codec(head: bytes) -> str | None:
     """The codec of text that begins with `head`, if it is UTF-16 or UTF-32; else None."""
     encoding = foreign_encoding(head)
@@ -309,24 +291,23 @@ def _foreign_codec(head: bytes) -> str | None:
     return codec if all(c.isprintable() or c.isspace() for c in sample) else None
 
 
-def _decoded(file: IO[bytes]) -> Iterator[str]:
+def _decoded(file: IO[bytes], encoding: str = "utf-8") -> Iterator[str]:
     """The text of a file in pieces, without a byte order mark. Raises `Unreadable` with the offset of the first bad byte."""
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-    while True:
+    decoder, offset, data = codecs.getincrementaldecoder(encoding)(), 0, b"begin"
+    while data:
         data = file.read(CHUNK)
-        nul = data.find(b"\0")
-        if nul >= 0:
+        if encoding == "utf-8" and (nul := data.find(b"\0")) >= 0:
             raise Unreadable("binary (holds a NUL byte)", f"byte {offset + nul}")
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             # The decoder's input includes the incomplete character that ended the previous chunk.
-            position = offset - (len(error.object) - len(data)) + error.start
-            where = f"byte {position} (0x{error.object[error.start]:02x})"
+            where = f"byte {offset - (len(error.object) - len(data)) + error.start}"
+            if encoding != "utf-8":
+                raise Unreadable(f"damaged {encoding.upper()[:6]} text", where, "save it as UTF-8") from error
+            where += f" (0x{error.object[error.start]:02x})"
             raise Unreadable(NOT_UTF8, where, "convert it, e.g. with 'iconv -f latin1 -t utf-8'") from None
         yield text if offset else text.removeprefix("\ufeff")
-        if not data:
-            return
         offset += len(data)
 
 

@@ -12,14 +12,14 @@ import stat
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
 from boost.data.conversations import read_conversations
-from boost.data.hub import HubSource, quiet_datasets
-from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text
+from boost.data.hub import HubSource, quiet_hub
+from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text, require
 from boost.data.report import FileReport, PrepareReport
 from boost.data.store import STORE_FILE
 from boost.data.tables import TABLE_SUFFIXES, read_table
@@ -56,14 +56,6 @@ class InputFile:
     refused: str = ""
 
 
-@dataclass
-class SeenInputs:
-    """Real paths and document keys from earlier inputs on the same command line."""
-
-    paths: set[str] = field(default_factory=set)
-    keys: set[str] = field(default_factory=set)
-
-
 AGAIN = "nothing was written; run the command again when nothing else is writing to the input"
 
 
@@ -80,8 +72,12 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
 @contextmanager
 def opening_dataset(folder: Path) -> Iterator[ModuleType]:
     """The module `datasets`, quiet, without network and code. Its errors become one line. Raises `DataError`."""
+    datasets = require("datasets", f"the dataset in {folder}")
+    bars, level = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     try:
-        with quiet_datasets(f"the dataset in {folder}") as datasets:
+        with quiet_hub():
             yield datasets
     except DataError:
         raise
@@ -89,6 +85,10 @@ def opening_dataset(folder: Path) -> Iterator[ModuleType]:
         # Missing files, Arrow errors, malformed JSON and YAML.
         line = (str(error).strip().splitlines() or ["no message"])[0]
         raise DataError(f"{folder}: not a dataset that 'datasets' can load: {type(error).__name__}: {line}") from error
+    finally:
+        datasets.utils.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def read_file(
@@ -123,14 +123,15 @@ class FilesSource:
     """
 
     def __init__(
-        self, path: str | Path, text_field: str | None = None, seen: SeenInputs | None = None, chat: bool = False
+        self, path: str | Path, text_field: str | None = None, seen: set[str] | None = None, chat: bool = False
     ) -> None:
-        """`chat`: the files hold conversations. Raises `DataError` if there is nothing at the path."""
+        """`seen`: real paths (absolute) and document keys (relative) of earlier inputs on the same command line. `chat`: the files
+        hold conversations. Raises `DataError` if there is nothing at the path."""
         self.path, self.name, self.text_field, self.chat = Path(path), str(path), text_field, chat
         self._skipped: list[tuple[str, str]] = []
         self._chosen = set[Path]()
         """Files of a train split that is known to be one."""
-        self._seen = seen or SeenInputs()
+        self._seen = set[str]() if seen is None else seen
         if not self.path.exists():
             otherwise = "" if chat else ", or use --stdlib for a corpus without files"
             raise DataError(f"{path}: no such file or folder; check the spelling{otherwise}")
@@ -249,14 +250,14 @@ class FilesSource:
         if not stat.S_ISREG(about.st_mode):
             return InputFile(path, key, explicit, refused="not a regular file")
         real = os.path.realpath(path)
-        if real in self._seen.paths:
+        if real in self._seen:
             return InputFile(path, key, False, refused="already read under another name")
-        self._seen.paths.add(real)
+        self._seen.add(real)
         # Documents with the same key would share a split.
         number, name = 2, key
-        while key in self._seen.keys:
+        while key in self._seen:
             number, key = number + 1, f"{name}#{number}"
-        self._seen.keys.add(key)
+        self._seen.add(key)
         return InputFile(path, key, explicit, about.st_size, about.st_mtime_ns)
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:

@@ -39,16 +39,10 @@ CATEGORIES = {
 """Every category and its description."""
 
 _MADE_BY = {
-    "embed": RESIDUAL,
-    "tied": RESIDUAL,
-    "A": LATENTS,
-    "enter.B": WIDE,
-    "q.B": WIDE,
-    "kv.B": WIDE,
-    "leave.B": RESIDUAL,
+    **dict.fromkeys(("embed", "tied", "leave.B", "leave.W", "o.W"), RESIDUAL),
+    **dict.fromkeys(("A", "latent.rows", "latent.whole"), LATENTS),
+    **dict.fromkeys(("enter.B", "q.B", "kv.B", "enter.W", "q.W", "kv.W"), WIDE),
 }
-_MADE_BY |= {"enter.W": WIDE, "q.W": WIDE, "kv.W": WIDE, "o.W": RESIDUAL, "leave.W": RESIDUAL}
-_MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
 """Category of a GEMM's output, by its weight's role."""
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))

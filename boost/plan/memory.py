@@ -5,6 +5,7 @@ gathered weights with plain arithmetic, because a search calls it thousands of t
 included.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -290,15 +291,15 @@ class _StepMemory:
 
     def _forward(self, stage: Stage) -> Iterator[_Snapshot]:
         saved: Counter[str] = Counter()
-        gathered = self.shards.forward(stage, any(self.forward_done))
+        later = any(self.forward_done)
         for place, n in enumerate(stage.numbers):
             received = place == 0 and self.has_pipeline and not stage.has_embedding  # the input is in a receive buffer
             arriving = 0 if received else self.traced[n].input_bytes
-            yield FORWARD, +saved, {WORK: arriving + self.traced[n].forward}, gathered(n)
+            yield FORWARD, +saved, {WORK: arriving + self.traced[n].forward}, self.shards.forward(stage, n, later)
             saved += self._block_saved(stage, n)
         if stage.has_head:
             arriving = self.traced[stage.numbers[-1]].output_bytes
-            yield LOSS, +saved, {WORK: arriving + self.loss.forward}, gathered(None)
+            yield LOSS, +saved, {WORK: arriving + self.loss.forward}, self.shards.forward(stage, None, later)
 
     def _backward(self, index: int) -> Iterator[_Snapshot]:
         """The baseline includes this micro-batch's saved activations, which are freed block by block."""
@@ -306,7 +307,7 @@ class _StepMemory:
         # Weight gradients are new tensors that stay allocated, or are accumulated into existing ones.
         is_new = done == 0 or self.shards.scatters_each
         last = done == self.micro_batches - 1
-        gathered = self.shards.backward(stage, last)
+        gathered = functools.partial(self.shards.backward, stage, last=last)
         freed: Counter[str] = Counter()
         new = 0
         waiting_head = 0

@@ -7,7 +7,7 @@ last replicas store fewer. All numbers are for the first replica, which stores t
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from boost.config.schema import Config, ParallelConfig
@@ -118,9 +118,6 @@ def gathers(config: Config, held: HeldTensors) -> Iterator[tuple[Collective, int
 END = "end"
 """Key for the embedding at the end of a backward pass."""
 
-BytesByUnit = Callable[[int | str | None], dict[str, int]]
-"""Unit (block, None for the head, or END) -> bytes in addition to shards while it runs, by category."""
-
 
 class Shards:
     """Memory that ZeRO and FSDP need in addition to shards: gathered weights, and gradients before they are reduced.
@@ -167,31 +164,24 @@ class Shards:
         elements = sum(n for (index, _), n in units.items() if index == stage.index)
         return (self.vectors[stage.index] + elements) * self.stored
 
-    def forward(self, stage: Stage, later: bool) -> BytesByUnit:
-        """Bytes held during a forward pass. `later`: it is not the first pass of the step."""
+    def forward(self, stage: Stage, unit: int | None, later: bool) -> dict[str, int]:
+        """Bytes in addition to shards during the forward pass of a unit (None: the head), by category. `later`: it is not the first
+        pass of the step."""
+        if not self.enabled:
+            return {}
+        held = later and not self.scatters_each
+        newest = 0 if held or self.full else self.units.get((stage.index, unit or 0), 0) * self.compute
+        return {GATHERED: self._gathered(stage, unit, held) + newest}
 
-        def held(unit: int | str | None) -> dict[str, int]:
-            if not self.enabled:
-                return {}
-            held_bytes = later and not self.scatters_each
-            newest = 0 if held_bytes or self.full else self.units.get((stage.index, int(unit or 0)), 0) * self.compute
-            return {GATHERED: self._gathered(stage, unit, held_bytes) + newest}
-
-        return held
-
-    def backward(self, stage: Stage, last: bool) -> BytesByUnit:
-        """Bytes held during a backward pass. `last`: whether it is the step's last. END: after the embedding's backward pass."""
+    def backward(self, stage: Stage, unit: int | str | None, last: bool) -> dict[str, int]:
+        """The same during a backward pass. `unit`: END after the embedding's. `last`: whether it is the step's last pass."""
+        if not self.enabled:
+            return {}
         scatters = not self.has_pipeline and (self.full or last)
-
-        def held(unit: int | str | None) -> dict[str, int]:
-            if not self.enabled:
-                return {}
-            result = {GATHERED: self._gathered(stage, unit, self.has_pipeline or not scatters)}
-            if scatters and unit is not None:
-                result[WORK] = self.units.get((stage.index, None if unit == END else unit), 0) * self.stored
-            return result
-
-        return held
+        result = {GATHERED: self._gathered(stage, unit, self.has_pipeline or not scatters)}
+        if scatters and unit is not None:
+            result[WORK] = self.units.get((stage.index, None if unit == END else unit), 0) * self.stored
+        return result
 
     def new_gradients(self, stage: Stage, unit: int | None, last: bool, usual: int) -> int:
         """Bytes of gradients after a unit's first backward pass: `usual`, or those of the shards if gradients are scattered."""

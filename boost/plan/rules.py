@@ -387,22 +387,6 @@ def layer_norm(x: ShapeTensor, shape: Shape, weight: None = None, bias: None = N
     )
 
 
-@rule(F.rms_norm)
-def rms_norm(x: ShapeTensor, shape: Shape, weight: ShapeTensor, eps: float) -> ShapeTensor:
-    """torch's fused RMSNorm; saves x, and the rstd of each row."""
-    acc_dtype, few = torch.promote_types(x.dtype, torch.float32), weight.without_storage()
-    place, x.tape.place = x.tape.place, "norm"
-    made = record(
-        lambda: make(x, x.shape, "rms_norm", 2.0),
-        [x, weight],
-        lambda g, s: [make(g[0], g[0].shape, "rms_norm", 5.0), make(few, few.shape, "sum")],
-        [x, weight],
-        saves_result=lambda made: [make(x, x.shape[:-1], "statistics", dtype=acc_dtype)],
-    )
-    x.tape.place = place
-    return made
-
-
 @rule(F.scaled_dot_product_attention)
 def attention(
     q: ShapeTensor,
@@ -487,9 +471,8 @@ def _collective(kind: str, x: ShapeTensor, *others: object) -> ShapeTensor:
         made, operation = (x.shape[0] * int(processes), *x.shape[1:]), "all_gather_into_tensor"
     elif kind == REDUCE_SCATTER:
         made, operation = (x.shape[0] // int(processes), *x.shape[1:]), "reduce_scatter"
-    x.tape.record_collective(kind, made if kind == ALL_GATHER else x.shape, x.dtype, int(processes), axis)
     result = make(x, made, operation)
-    x.tape.in_flight(result)
+    x.tape.record_collective(kind, made if kind == ALL_GATHER else x.shape, int(processes), axis, result)
     return result
 
 

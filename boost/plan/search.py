@@ -130,10 +130,13 @@ class Search:
         request = self.request
         if any(node.config.parallel.tp > 1 for node in self._nodes) or "parallel.tp" in request.fixed:
             return ""
+        whole = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1, "split": ()}
+        train = {"micro_batch": 1, "global_batch": 1, "recompute": "none", "recompute_every": 1}
         for parallel in structures(request):
             if parallel.tp > 1:
+                config = request.base.model_copy(update={"parallel": parallel})
                 try:
-                    rules.check(self._one_tp_group(parallel, 1))
+                    rules.check(config.changed(parallel=whole, train=train))  # one TP group and one micro-batch
                 except ConfigError as error:
                     return str(error)
         return ""
@@ -193,7 +196,7 @@ class Search:
             if of is None or of(parallel):
                 for config, *_ in self._legal_variants(parallel, node.config.train.micro_batch):
                     if test(config):
-                        key = _mesh(parallel)
+                        key = traced(parallel), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
                         thrifty[key] = min(thrifty.get(key, config), config, key=_memory_rank)
         configs = list(thrifty.values())
         return self.plan(min(configs, key=lambda config: self.peak_memory(config)[0].total)) if configs else None
@@ -254,22 +257,11 @@ class Search:
             return []
         return chains
 
-    def _one_tp_group(self, parallel: ParallelConfig, micro_batch: int) -> Config:
-        """Returns the configuration reduced to one TP group and one micro-batch, without PP or DP."""
-        whole = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1, "split": ()}
-        train = {"micro_batch": micro_batch, "global_batch": micro_batch, "recompute": "none", "recompute_every": 1}
-        return self.request.base.model_copy(update={"parallel": parallel}).changed(parallel=whole, train=train)
-
-
-def _mesh(parallel: ParallelConfig) -> tuple[object, ...]:
-    """Key that structures share if they differ only in the pipeline schedule."""
-    return traced(parallel), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
-
 
 def _memory_rank(config: Config) -> tuple[int, ...]:
     """Sort key: lower means less memory, among configurations with the same model, mesh, layout and sharding."""
-    train = config.train
-    return train.micro_batch, -POLICIES.index(train.recompute), train.recompute_every, *_schedule_rank(config.parallel)
+    train, schedule = config.train, (config.parallel.schedule != "1f1b", config.parallel.virtual)
+    return train.micro_batch, -POLICIES.index(train.recompute), train.recompute_every, *schedule
 
 
 def _complexity(parallel: ParallelConfig) -> tuple[int, ...]:
@@ -277,10 +269,6 @@ def _complexity(parallel: ParallelConfig) -> tuple[int, ...]:
     axes = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.dp, parallel.cp))
     sharded = ("none", "optimizer", "full").index(parallel.shard) + parallel.shard_outer if parallel.sharded else 0
     return axes, parallel.dp != parallel.world_size, sharded, parallel.overlap != "none", parallel.virtual
-
-
-def _schedule_rank(parallel: ParallelConfig) -> tuple[int, ...]:
-    return parallel.schedule != "1f1b", parallel.virtual
 
 
 def peak_ranks(config: Config) -> list[int]:

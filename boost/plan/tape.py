@@ -178,10 +178,6 @@ class Tape:
         self.peak = self.first_peak = self.live
         self.new_gradients = 0
 
-    def peaks_above(self, held: int) -> tuple[int, int]:
-        """Peaks in this pass, in bytes above `held`: for a later micro-batch, and for the first one."""
-        return self.peak - held, self.first_peak - held
-
     def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
         """Records an operation. Arguments are those of `Work.of`."""
         self.log.append(Operation(shape, kernel, dtype, moves, self.place, self.phase, self.times))
@@ -200,19 +196,17 @@ class Tape:
             assert self.live == live, "memory was not freed"
 
     def record_collective(
-        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int, axis: str
+        self, kind: str, shape: tuple[int, ...], processes: int, axis: str, result: ShapeTensor
     ) -> None:
+        """Records the start of a collective, which is in flight until `wait`."""
+        self._in_flight[id(result.storage)] = len(self.collectives)
         self.flights.append(Flight(len(self.log), len(self.collectives), self.times, waited=False))
-        sent = Collective(self.phase, kind, shape, name_of(dtype), processes, self.place, axis=axis)
+        sent = Collective(self.phase, kind, shape, name_of(result.dtype), processes, self.place, axis=axis)
         self.collectives += [sent] * self.times
 
     def record(self) -> tuple[tuple[Operation, ...], tuple[Collective, ...], tuple[Flight, ...]]:
         """Returns all operations and collectives so far, and when each collective was in flight."""
         return tuple(self.log), tuple(self.collectives), tuple(self.flights)
-
-    def in_flight(self, result: ShapeTensor) -> None:
-        """Marks `result` as the result of the latest collective."""
-        self._in_flight[id(result.storage)] = self.flights[-1].number
 
     def wait(self, result: ShapeTensor) -> None:
         """Records the wait for the collective with this result."""
@@ -287,12 +281,16 @@ class Tape:
 
     # The backward pass.
 
-    def backward(self, roots: list[ShapeTensor], gradients: list[ShapeTensor]) -> None:
-        """Runs the backward pass from `roots`, and empties both lists."""
+    def backward(self, roots: list[ShapeTensor], gradients: list[ShapeTensor]) -> tuple[int, int, int]:
+        """Runs the backward pass from `roots`, and empties both lists. Returns its peaks in bytes above what is live at its start,
+        for a later micro-batch and for the first one, and the bytes of weight gradients."""
+        held = self.live
+        self.begin_pass()
         self.phase = "backward"
         with torch.no_grad():
             self._backward(roots, gradients)
         self.phase = "forward"
+        return self.peak - held, self.first_peak - held, self.new_gradients
 
     def _backward(self, roots: list[ShapeTensor], gradients: list[ShapeTensor]) -> None:
         waiting = _pending(roots)

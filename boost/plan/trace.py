@@ -174,11 +174,9 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
         outputs = len(sent) // tracer.parts  # residual stream and latents of one part
         latents_saved = tuple(ref() is not None for i, ref in enumerate(sent) if i % outputs)
         prev_saved = tuple(size if ref() is not None else 0 for size, ref in prev)
-        before = tape.live
-        tape.begin_pass()
-        tape.backward(results, gradients)
+        backward = tape.backward(results, gradients)
     return TracedPass(
-        *tape.record(), saved, input_bytes, output_bytes, forward, *tape.peaks_above(before), tape.new_gradients,
+        *tape.record(), saved, input_bytes, output_bytes, forward, *backward,
         prev_saved=prev_saved, latents_saved=latents_saved,
     )  # fmt: skip
 
@@ -204,12 +202,10 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
         total = [values[0].without_storage()]
         saved = tuple(tape.alive.values())
         own = values[0].nbytes
-        before = tape.live
-        tape.begin_pass()
         gradients = tracer.gradients(values)
         values.clear()
-        tape.backward(total, gradients)
-    return TracedPass(*tape.record(), saved, input_bytes, own, forward, *tape.peaks_above(before), tape.new_gradients)
+        backward = tape.backward(total, gradients)
+    return TracedPass(*tape.record(), saved, input_bytes, own, forward, *backward)
 
 
 def _trace_embedding(tracer: Tracer) -> TracedPass:
@@ -227,7 +223,5 @@ def _trace_embedding(tracer: Tracer) -> TracedPass:
         gradients = tracer.gradients(rows)
         output_bytes = sum(x.nbytes for x in rows)
         rows.clear()
-        before = tape.live
-        tape.begin_pass()
-        tape.backward(results, gradients)
-    return TracedPass(*tape.record(), (), 0, output_bytes, forward, *tape.peaks_above(before), tape.new_gradients)
+        backward = tape.backward(results, gradients)
+    return TracedPass(*tape.record(), (), 0, output_bytes, forward, *backward)

@@ -195,12 +195,12 @@ class _Rules(TorchFunctionMode):
         self._without_tensors: dict[object, Callable[..., ShapeTensor]] = {torch.zeros: zeros}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = self._without_tensors.get(function) or RULES.get(function)
-        if rule is None:
-            if not any(issubclass(kind, ShapeTensor) for kind in types):
-                return function(*args, **(kwargs or {}))
+        rule, kwargs = self._without_tensors.get(function) or RULES.get(function), kwargs or {}
+        if rule is None and any(issubclass(kind, ShapeTensor) for kind in types):
             return ShapeTensor.__torch_function__(function, types, args, kwargs)
-        return rule(*args, **(kwargs or {}))
+        if rule is None:  # a real tensor, such as a mask; this machine may have no GPU
+            return function(*args, **(kwargs | ({"device": "cpu"} if "device" in kwargs else {})))
+        return rule(*args, **kwargs)
 
 
 class _Ctx:

@@ -15,7 +15,7 @@ import pytest
 from boost.data import hub
 from boost.data.prepare import PrepareOptions, prepare
 from boost.data.report import FileReport, PrepareReport
-from boost.data.sources import FilesSource, SeenInputs, StdlibSource
+from boost.data.sources import FilesSource, StdlibSource
 from boost.errors import DataError
 from tests.data.inputs import read, skips
 
@@ -114,7 +114,7 @@ def test_keys_of_several_inputs_are_unique_and_nothing_is_read_twice(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)
-    seen = SeenInputs()
+    seen = set[str]()
     documents, report = read(*(FilesSource(tmp_path / path, None, seen) for path in ("a", "b", "a/x.txt")))
     assert documents == [("x.txt", "a"), ("x.txt#2", "b")]
     assert skips(report) == {("x.txt", "already read under another name"): []}
@@ -197,9 +197,9 @@ def test_a_folder_of_several_splits_without_train_asks(tmp_path):
 
 def test_a_missing_package_names_its_install(monkeypatch, tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for source in (FilesSource(tmp_path), hub.HubSource("someone/something")):
-        with pytest.raises(DataError, match=r"needs the package 'datasets': pip install datasets"):
+    for source, package in ((FilesSource(tmp_path), "pyarrow"), (hub.HubSource("someone/something"), "datasets")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(DataError, match=rf"needs the package '{package}': pip install {package}"):
             read(source)
 
 

@@ -10,7 +10,7 @@ from boost.plan.candidates import Request, structures
 from boost.plan.categories import SAVED
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import load_hardware
-from boost.plan.memory import memory
+from boost.plan.memory import memory, peak
 from boost.plan.search import Search
 from boost.plan.trace import pass_of_block
 from tests.fake_memory import measure
@@ -54,6 +54,12 @@ def test_the_trace_is_the_table_and_keeps_what_fake_tensors_keep(row: Row) -> No
     assert traced == table
     predicted = {name: size for name, size in memory(config).by_category.items() if name in SAVED and size}
     assert measure(config).activations == predicted
+
+
+def test_masks_of_a_gpu_are_traced_on_a_machine_without_one() -> None:
+    """In fp32 and with few key/value heads, attention on a GPU makes a mask, which is a real tensor."""
+    config = load("demo", ["--parallel.cp", "4", "--model.kv_heads", "2"])
+    assert peak(config, on_gpu=True).total == pytest.approx(peak(config).total, rel=0.5)
 
 
 def request(seq_len: int, *fixed: str, **parallel: Any) -> Request:

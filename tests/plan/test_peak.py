@@ -69,7 +69,9 @@ def test_traces_are_cached_by_every_field_they_depend_on() -> None:
             other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else f"{value}-"
             if field != "layout":
                 changed = config.changed(**{name: {field: other}})
-                forgotten = all(traced(getattr(changed, s)) == traced(getattr(config, s)) for s in ("parallel", "train"))
+                forgotten = all(
+                    traced(getattr(changed, s)) == traced(getattr(config, s)) for s in ("parallel", "train")
+                )
                 assert forgotten == (UNTRACED in info.metadata), f"{name}.{field}"
                 assert forgotten == (traced(getattr(changed, name)) is traced(section)), "equal keys are one object"
 
