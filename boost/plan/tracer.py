@@ -157,18 +157,29 @@ def _last_queries(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=torch.empty(0), enable_gqa=grouped)
 
 
+_KERNELS: dict[tuple[object, ...], tuple[bool, list[tuple[Shape, Shape, torch.dtype]], str]] = {}
+"""Whether a kernel returns several results, their (shape, strides, dtype), and its slowest operation; by sizes of arguments."""
+
+
 def one_pass(kernel: Kernel, arguments: tuple[object, ...]) -> Any:
     """Runs a kernel as one operation, which reads its arguments (once, unless the kernel specifies otherwise), writes its results
     once, and allocates nothing else. The operation is as fast as the slowest kind of operation in the kernel."""
     inputs = [x for x in arguments if isinstance(x, ShapeTensor)]
     tape = inputs[0].tape
-    with tape.unrecorded() as done:
-        outputs = kernel.function(*arguments)
-        several = isinstance(outputs, tuple)
-        results = [(x.shape, x.strides, x.dtype) for x in (outputs if several else (outputs,))]
-        del outputs
-    kinds = {operation.kernel for operation in done}
-    slowest = next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
+    sizes = (x.shape + x.strides + (x.dtype,) if isinstance(x, ShapeTensor) else x for x in arguments)
+    key = kernel, tape.tokens, tape.small, tape.statistic, *sizes
+    if key not in _KERNELS:
+        with tape.unrecorded() as done:
+            outputs = kernel.function(*arguments)
+            several = isinstance(outputs, tuple)
+            results = [(x.shape, x.strides, x.dtype) for x in (outputs if several else (outputs,))]
+            del outputs
+        kinds = {operation.kernel for operation in done}
+        slowest = next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
+        if len(_KERNELS) > MAX_CACHED:
+            _KERNELS.clear()
+        _KERNELS[key] = several, results, slowest
+    several, results, slowest = _KERNELS[key]
     made = [
         make(inputs[0], shape, kernel.name, dtype=dtype, inputs=inputs, strides=strides)
         for shape, strides, dtype in results
