@@ -2,9 +2,11 @@
 
     python -m benchmarks.gpu.corpus build/corpus       downloads the packages in corpus.toml; writes build/corpus/text.jsonl
     boost prepare build/corpus/text.jsonl --tokenizer train:32000 --out data/worth
+    tar -c -C data/worth . | xz --lzma2=preset=6,dict=192MiB,lc=3,lp=1,pb=1 > build/worth.tar.xz       to travel
 
-Each document is one file of a package, without markup. Only paragraphs of English prose that no earlier file contains are kept:
-190 MB of text, 36 MiB compressed, 48M tokens. `--latest` downloads the versions that apt offers, and rewrites corpus.toml.
+Each document is one file of a package, without markup. Only paragraphs of English prose that no earlier file contains are kept; case,
+digits and punctuation do not count. 47,243 documents with 280 MB of text, 64.1M tokens; of 100 random paragraphs, 96 were prose.
+`--latest` downloads the versions that apt offers, and rewrites corpus.toml.
 """
 
 import argparse
