@@ -4,8 +4,9 @@
     boost prepare build/corpus/text.jsonl --tokenizer train:32000 --out data/worth
     tar -c -C data/worth . | xz --lzma2=preset=6,dict=192MiB,lc=3,lp=1,pb=1 > build/worth.tar.xz       to travel
 
-Each document is one file of a package, without markup. Only paragraphs of English prose that no earlier file contains are kept; case,
-digits and punctuation do not count. 47,243 documents with 280 MB of text, 64.1M tokens; of 100 random paragraphs, 96 were prose.
+Each document is one file of a package, without markup. Only paragraphs of English prose that no earlier file contains are kept;
+case, digits and punctuation do not count. Of 100 random paragraphs, 96 were prose. 280 MB in 47,243 documents, 64.1M tokens,
+47.6 MiB to travel (54M tokens would fit in 40 MiB), 5 seconds to unpack.
 `--latest` downloads the versions that apt offers, and rewrites corpus.toml.
 """
 
