@@ -1,10 +1,13 @@
 """The text for worth.sh: English documentation from Debian packages, deduplicated. Needs Debian's apt-get and dpkg-deb, not root.
 
-    python -m benchmarks.gpu.corpus build/corpus       downloads the packages in corpus.toml; writes build/corpus/text.jsonl.xz
-    boost prepare build/corpus/text.jsonl.xz --tokenizer train:32000 --out data/worth
+    python -m benchmarks.gpu.corpus build/corpus       downloads the packages in corpus.toml; writes build/corpus/text.jsonl
+    boost prepare build/corpus/text.jsonl --tokenizer train:32000 --out data/worth
+    tar -c -C data/worth . | xz --lzma2=preset=6,dict=192MiB,lc=3,lp=1,pb=1 > build/worth.tar.xz       to travel
 
-Each document is one file of a package, without markup. Only paragraphs of English prose that no earlier file contains are kept:
-190 MB of text, 36 MiB compressed, 48M tokens. `--latest` downloads the versions that apt offers, and rewrites corpus.toml.
+Each document is one file of a package, without markup. Only paragraphs of English prose that no earlier file contains are kept;
+case, digits and punctuation do not count. Of 100 random paragraphs, 96 were prose. 280 MB in 47,243 documents, 64.1M tokens,
+47.6 MiB to travel (54M tokens would fit in 40 MiB), 5 seconds to unpack.
+`--latest` downloads the versions that apt offers, and rewrites corpus.toml.
 """
 
 import argparse
@@ -12,7 +15,6 @@ import gzip
 import hashlib
 import html
 import json
-import lzma
 import re
 import subprocess
 import sys
@@ -36,7 +38,10 @@ SUFFIXES = (
 )
 ENGLISH = re.compile(r"\b(?:the|of|and|to|is|in|that|for|with|are)\b", re.IGNORECASE)
 LEAST_ENGLISH = 0.08
-"""Least fraction of words that are among the most frequent ones of English."""
+"""Least fraction of a paragraph's words that are among the most frequent ones of English."""
+LETTER = re.compile("[A-Za-z ,.'\u2019]")
+LEAST_LETTERS = 0.85
+"""Least fraction of a paragraph's characters that are letters, spaces or marks of a sentence: code and tables have fewer."""
 LEAST, LONGEST = 500, 100_000
 """Characters of a document."""
 SHORTEST = 40
@@ -49,6 +54,8 @@ def texts(folder: Path) -> Iterator[tuple[Path, str]]:
         name = Path(path.stem) if path.suffix in (".gz", ".dz") else path
         if path.is_symlink() or not path.is_file() or name.suffix.lower() not in SUFFIXES:
             continue
+        if "_sources" in path.parts:  # Sphinx's copy of what its pages say
+            continue
         if "changelog" in name.name.lower() or "copyright" in name.name.lower():
             continue
         data = path.read_bytes()
@@ -60,16 +67,19 @@ def texts(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def prose(name: str, text: str) -> str:
-    """The text without HTML or troff markup."""
+    """The text without HTML, POD or troff markup; a dictionary with one paragraph per entry."""
     if re.search(r"\.x?html?(?:\.gz)?$", name):
         text = re.sub(r"(?is)<(script|style|nav|head)\b.*?</\1>|<!--.*?-->", " ", text)
         text = re.sub(r"(?i)</?(?:p|div|li|tr|h\d|dt|dd|pre|br|table|ul|ol|section|td)\b[^>]*>", "\n\n", text)
         text = html.unescape(re.sub(r"<[^>]+>", "", text))
     elif re.search(r"\.\d(?:\.gz)?$", name):
         text = re.sub(r"(?m)^\.(?:B|I|BR|IR|RB|RI|Nm|Fl|Ar) ", "", text)
-        text = re.sub(
-            r"\\f.|\\&|\\-", lambda match: "-" if match[0] == r"\-" else "", re.sub(r"(?m)^[.'].*$", "\n", text)
-        )
+        text = re.sub(r"(?m)^[.'].*$", "\n", text)
+        text = re.sub(r"\\(?:[*f]?\(..|[*f].|s[-+]?\d|&|-)", lambda match: "-" if match[0] == r"\-" else "", text)
+    elif name.endswith(".pod"):
+        text = re.sub(r"[A-Z]<+ ?([^<>]*?) ?>+", r"\1", text)
+    elif re.search(r"\.dict(?:\.dz)?$", name):
+        text = re.sub(r"\n(?=\S)", "\n\n", re.sub(r"\[[^]]*\]", "", text))
     return text
 
 
@@ -81,9 +91,13 @@ def paragraphs(text: str) -> Iterator[str]:
             yield line
 
 
-def is_english(text: str) -> bool:
-    """Whether a text is mostly English prose, not code, tables or another language."""
-    return len(ENGLISH.findall(text)) >= LEAST_ENGLISH * len(text.split())
+def is_prose(text: str) -> bool:
+    """Whether a paragraph is English prose that ends with a sentence, not a heading, code, a table or another language."""
+    return (
+        text.rstrip("*`'\"\u2019\u201d)]").endswith((".", "!", "?", ":"))
+        and len(LETTER.findall(text)) >= LEAST_LETTERS * len(text)
+        and len(ENGLISH.findall(text)) >= LEAST_ENGLISH * len(text.split())
+    )
 
 
 def documents(folder: Path, seen: set[bytes]) -> Iterator[str]:
@@ -91,8 +105,9 @@ def documents(folder: Path, seen: set[bytes]) -> Iterator[str]:
     for path, text in texts(folder):
         lines, size = [], 0
         for line in paragraphs(prose(path.name, text)):
-            digest = hashlib.blake2b(line.encode(), digest_size=8).digest()
-            if digest not in seen and is_english(line):
+            letters = re.sub(r"[^a-z]+", "", line.lower())  # a page exists in several formats
+            digest = hashlib.blake2b(letters.encode(), digest_size=8).digest()
+            if digest not in seen and is_prose(line):
                 seen.add(digest)
                 lines.append(line)
                 size += len(line)
@@ -113,7 +128,7 @@ def main() -> int:
     packages = dict(tomllib.loads(LIST.read_text(encoding="utf-8"))["packages"])
     args.folder.mkdir(parents=True, exist_ok=True)
     seen, size = set[bytes](), 0
-    with lzma.open(args.folder / "text.jsonl.xz", "wt", encoding="utf-8", preset=6) as out:
+    with (args.folder / "text.jsonl").open("w", encoding="utf-8") as out:
         for name in packages:
             if not (found := list(args.folder.glob(f"{name}_*.deb"))):
                 wanted = name if args.latest else f"{name}={packages[name]}"
@@ -135,8 +150,7 @@ def main() -> int:
         head = LIST.read_text(encoding="utf-8").partition("[packages]")[0]
         lines = [f'"{name}" = "{version}"' for name, version in packages.items()]
         LIST.write_text("\n".join([f"{head}[packages]", *lines, ""]), encoding="utf-8")
-    packed = (args.folder / "text.jsonl.xz").stat().st_size
-    print(f"{size / 1e6:.0f} MB of text, {packed / 2**20:.1f} MiB compressed")
+    print(f"{size / 1e6:.0f} MB of text")
     return 0
 
 

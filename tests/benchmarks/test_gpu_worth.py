@@ -1,6 +1,10 @@
 """benchmarks/gpu/worth.py: models at equal time, tokens and FLOPs."""
 
 import json
+import os
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -45,3 +49,18 @@ def test_families_train_for_the_same_time(store: Path, tmp_path: Path, monkeypat
     assert [(name, list(found)) for name, found in losses.items()] == [
         (name, ["seconds", "tokens", "flops"]) for name in ("cola", "dense")
     ]
+
+
+@pytest.mark.slow
+def test_a_packed_store_is_unpacked_first(store: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"  # runs nothing but the unpacking
+    python.write_text(f'#!/bin/sh\n[ "$2" != tarfile ] || exec {sys.executable} "$@"\necho "$@"\n')
+    python.chmod(0o755)
+    with tarfile.open(tmp_path / "store.tar.xz", "w:xz") as packed:
+        packed.add(store, ".")
+    changes = {"STORE": f"{tmp_path}/store.tar.xz", "OUT": f"{tmp_path}/out", "PYTHON": str(python), "DEVICE": "cpu"}
+    script = Path(__file__).parents[2] / "benchmarks" / "gpu" / "worth.sh"
+    subprocess.run([script], env=os.environ | changes, check=True, capture_output=True)
+    assert f"train dense {tmp_path}/out/store " in (tmp_path / "out" / "worth-dense-0.log").read_text()
+    files = {path.name: path.read_bytes() for path in store.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "out" / "store").iterdir()}
