@@ -31,7 +31,7 @@ Prompt = str | list[Message]
 
 OPTIONS = {
     "--prompt TEXT...": "text to continue; may be repeated (default: piped text, or else a new document)",
-    "--prompts FILE": 'file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line; with --chat, {"messages": '
+    "--prompts PATH": 'file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line; with --chat, {"messages": '
     '[{"role": "user", "content": "text"}, ...]} is also valid',
     "--chat": "treat prompts as user messages, using the checkpoint's chat template",
     "--samples N": "texts per prompt (default 1); sample i uses the seed SEED + i",
@@ -94,7 +94,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     """The prompts of --prompt and --prompts, in this order. Without either: piped text, or else one empty prompt."""
     prompts: list[Prompt] = list(args.prompt or [])
     if args.prompts:
-        prompts += _prompts_of_file(str(args.prompts), args.chat)
+        prompts += _prompts_of_file(args.prompts, args.chat)
     elif not prompts and _is_piped():
         prompts.append(_decoded(sys.stdin.buffer.read(), "standard input").removesuffix("\n"))
     for prompt in prompts:

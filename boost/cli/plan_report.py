@@ -3,9 +3,7 @@
 import argparse
 import itertools
 import json
-import re
 import shlex
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -199,11 +197,22 @@ def launch(report: PlanReport) -> list[str]:
     return lines
 
 
-def _wrapped(first: str, words: Sequence[str]) -> list[str]:
+def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
     """Wraps a command with backslashes. A flag stays on the same line as its value."""
-    command = re.sub(r" (?!--)", "\0", f"{first} {shlex.join(words)}")  # breaks only before flags
-    lines = textwrap.wrap(command, 97, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    return " \\\n".join(lines).replace("\0", " ").split("\n")
+    pieces = [first]
+    for word in words:
+        if word.startswith("--"):
+            pieces.append(shlex.quote(word))
+        else:
+            pieces[-1] += f" {shlex.quote(word)}"
+    lines = pieces[:1]
+    for piece in pieces[1:]:
+        if len(lines[-1]) + len(piece) > width:
+            lines[-1] += " \\"
+            lines.append(f"    {piece}")
+        else:
+            lines[-1] += f" {piece}"
+    return lines
 
 
 def asked_words(args: argparse.Namespace) -> list[str]:

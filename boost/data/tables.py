@@ -30,7 +30,7 @@ from boost.errors import DataError
 from boost.format import format_bytes
 
 if TYPE_CHECKING:
-    from pyarrow import DataType, Schema, Table
+    from pyarrow import DataType, Table
 
 CSV_SUFFIXES = with_compression(".csv", ".tsv")
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
@@ -64,6 +64,8 @@ def read_table(
         column = find_text_column(text_field, columns, entry, lambda: sum(batch.num_rows for batch in everything))
         note_unread(entry, columns.keys() - {column})
         read = read if is_csv else [column]
+    if twice := [name for name in schema.names if column in (None, name) and schema.names.count(name) > 1]:
+        raise Unreadable(f"not a valid {kind} file", f"several columns are named {twice[0]!r}", "rename all but one")
     number = 1 if chat or is_csv else 0
     for batch in _batches(kind, path, options, read, entry, report):
         if column is None:
@@ -83,19 +85,11 @@ def _holds_strings(kind: "DataType") -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-def _without_rows(schema: "Schema") -> "Table":
-    from pyarrow import Table
-
-    if len({*schema.names}) < len(schema.names):
-        raise ValueError(f"several columns of one name: {schema}")
-    return Table.from_batches([], schema)
-
-
 def _parquet(file: IO[bytes], columns: list[str] | None, _: dict[str, Any]) -> Iterator["Table"]:
     from pyarrow import Table, parquet
 
     opened = parquet.ParquetFile(file)
-    yield _without_rows(opened.schema_arrow)
+    yield Table.from_batches([], opened.schema_arrow)
     # Without threads, which would read ahead: the rows before damage that are kept would depend on their timing.
     for batch in opened.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
         yield Table.from_batches([batch])
@@ -109,7 +103,7 @@ def _arrow(file: IO[bytes], columns: list[str] | None, _: dict[str, Any]) -> Ite
     except (OSError, ArrowInvalid):
         opened = ipc.open_file(file)
         batches = map(opened.get_batch, range(opened.num_record_batches))
-    yield _without_rows(opened.schema)
+    yield Table.from_batches([], opened.schema)
     for batch in batches:
         batch.validate(full=True)
         yield from (Table.from_batches([batch.slice(at, BATCH_ROWS)]) for at in range(0, len(batch), BATCH_ROWS))
@@ -120,7 +114,8 @@ def _csv(file: IO[bytes], columns: list[str] | None, options: dict[str, Any]) ->
     from pyarrow import Table
 
     for frame in pandas.read_csv(file, dtype=object if columns else None, **options):
-        yield Table.from_pandas(frame, preserve_index=False)
+        if len(frame):  # a header alone is no table
+            yield Table.from_pandas(frame, preserve_index=False)
 
 
 _READERS = {"Parquet": _parquet, "Arrow": _arrow, "CSV": _csv}

@@ -12,7 +12,7 @@ import pytest
 
 from boost.cli.main import main
 from boost.cli.plan import global_batch
-from boost.cli.plan_report import flags
+from boost.cli.plan_report import _wrapped, flags
 from boost.config import load
 from boost.config.load import from_tree
 from boost.data.store import TokenStore
@@ -340,3 +340,22 @@ def test_the_plan_in_the_readme_is_what_its_command_prints(capsys: Capture) -> N
     printed = " ".join(out.split())
     assert code == 0 and len(shown) == 6, err
     assert [line for line in shown if " ".join(line.split()) not in printed] == []
+
+
+def test_a_launch_command_is_read_as_it_was_meant() -> None:
+    words = [
+        "train",
+        "demo",
+        "--run.dir",
+        "/data/my --runs/a\tb",
+        "--optim.lr",
+        "1e-3",
+        *("--train.steps", "100000") * 5,
+        "--yes",
+    ]
+    lines = _wrapped("boost", words)
+    assert len(lines) > 1 and max(map(len, lines)) <= 110
+    said = subprocess.run(
+        ["sh", "-c", "printf '%s\\n' " + "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.splitlines() == ["boost", *words]

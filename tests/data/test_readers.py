@@ -408,8 +408,24 @@ def test_columns_of_one_name_are_refused(tmp_path):
     found, report = read(FilesSource(tmp_path))
     assert found == [("a.txt", "text")]
     assert [reason for _, reason in skips(report)] == ["not a valid Arrow file", "not a valid Parquet file"]
-    with pytest.raises(DataError, match="not a valid Parquet file: .*text: string text: string"):
+    with pytest.raises(
+        DataError, match="not a valid Parquet file: several columns are named 'text'; rename all but one"
+    ):
         read(FilesSource(tmp_path / "x.parquet"))
+
+
+def test_columns_of_one_name_that_nobody_reads_do_not_matter(tmp_path):
+    pq.write_table(pa.table([["a"], [1], [2]], names=["text", "n", "n"]), tmp_path / "x.parquet")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("x.parquet:0", "a")] and skips(report) == {}
+
+
+@pytest.mark.parametrize("field", [None, "text"])
+def test_a_table_of_a_header_alone_is_empty(field, tmp_path):
+    (tmp_path / "x.csv").write_text("text,other\n")
+    (tmp_path / "a.txt").write_text("text")
+    documents, report = read(FilesSource(tmp_path, text_field=field))
+    assert documents == [("a.txt", "text")] and list(skips(report)) == [("x.csv", "empty")] and not list(notes(report))
 
 
 def test_damaged_parquet_keeps_what_came_before(tmp_path):

@@ -299,7 +299,7 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
         # A process that did not exist in the saved mesh keeps the RNG state that follows from its own seed.
         states = [state for state in random_states(mesh) if state.name in shards]
         _read(local_slices(model, mesh, optimizer.parts()) + states, checkpoint.path, shards, mesh)
-    restore_random_states(states)
+    run_on_all(mesh, lambda: restore_random_states(states, checkpoint.path), CheckpointError)
     optimizer.updates = checkpoint.updates
     return checkpoint.position
 
@@ -310,8 +310,12 @@ def _read(wanted: Sequence[LocalSlice], path: Path, shards: Shards, mesh: Mesh) 
     def read() -> None:
         if missing := {s.name for s in wanted} - shards.keys():
             raise CheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} missing in total)")
-        if odd := [s.name for s in wanted if s.name.startswith("rng.") and shards[s.name][0].shape != s.shape]:
-            raise CheckpointError(f"'{path}' has a random state, {odd[0]}, that this version of torch cannot use")
+        for s in wanted:
+            if s.name.startswith("rng.") and shards[s.name][0].shape != s.shape:
+                raise DamagedCheckpointError(
+                    f"'{path}' has a random state, {s.name}, of {shards[s.name][0].shape[0]} bytes, but torch {torch.__version__} "
+                    f"needs {s.shape[0]}; resume with the version of torch that saved it, or from another checkpoint"
+                )
         try:
             read_slices(wanted, path, shards)
         except (OSError, SafetensorError) as error:

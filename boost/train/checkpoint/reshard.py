@@ -10,10 +10,12 @@ parameters.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from boost.errors import DamagedCheckpointError
 from boost.models.fused import fused_params
 from boost.optim.adamw import Optimizer, Part
 from boost.parallel.mesh import Mesh
@@ -60,11 +62,14 @@ def random_states(mesh: Mesh) -> list[LocalSlice]:
     return [LocalSlice(name, state, tuple(state.shape), (0,)) for name, state in states.items()]
 
 
-def restore_random_states(states: Iterable[LocalSlice]) -> None:
-    """Restores what `random_states` returned."""
+def restore_random_states(states: Iterable[LocalSlice], path: Path) -> None:
+    """Restores what `random_states` returned, as read from `path`. Raises DamagedCheckpointError."""
     for state in states:
         set_state = torch.set_rng_state if state.name.startswith("rng.cpu.") else torch.cuda.set_rng_state
-        set_state(state.local)
+        try:
+            set_state(state.local)
+        except RuntimeError as error:
+            raise DamagedCheckpointError(f"'{path}' has a random state, {state.name}, that is none: {error}") from None
 
 
 class SaveShare:

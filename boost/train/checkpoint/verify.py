@@ -274,7 +274,7 @@ def _read_header(path: Path, name: str) -> tuple[dict[str, str], list[tuple[str,
     except OSError as error:
         raise _unreadable(file, error) from None
     except SafetensorError as error:
-        raise damaged(root_cause(error)) from None
+        raise damaged(f"{root_cause(error)} (a file of {file.stat().st_size} bytes)") from None
     except ValidationError as error:
         raise damaged(f"its header is invalid: {first_problem(error)}") from None
     tensors = []
