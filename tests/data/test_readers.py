@@ -418,6 +418,14 @@ def test_columns_of_one_name_that_nobody_reads_do_not_matter(tmp_path):
     assert documents == [("x.parquet:0", "a")] and skips(report) == {}
 
 
+def test_a_csv_file_may_have_integers_of_any_size(tmp_path):
+    (tmp_path / "x.csv").write_text(f"id,text\n{10**30},a\n1,b\n")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("x.csv:1", "a"), ("x.csv:2", "b")] and skips(report) == {}
+    documents, _ = read(FilesSource(tmp_path, text_field="id"))
+    assert [text for _, text in documents] == [str(10**30), "1"]
+
+
 @pytest.mark.parametrize("field", [None, "text"])
 def test_a_table_of_a_header_alone_is_empty(field, tmp_path):
     (tmp_path / "x.csv").write_text("text,other\n")
