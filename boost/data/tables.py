@@ -114,10 +114,11 @@ def _csv(file: IO[bytes], columns: list[str] | None, options: dict[str, Any]) ->
     from pyarrow import Table
 
     for frame in pandas.read_csv(file, dtype=object if columns else None, **options):
-        # pandas has integers of any size, pyarrow has not; whether a column holds strings is all that the sample tells.
-        large = [name for name, column in frame.items() if any(isinstance(value, int) for value in column)]
+        if not columns:  # the sample: pandas has integers of any size, pyarrow has not, and only strings matter
+            large = [name for name, column in frame.items() if any(isinstance(value, int) for value in column)]
+            frame = frame.astype(dict.fromkeys(large, float))
         if len(frame):  # a header alone is no table
-            yield Table.from_pandas(frame.astype(dict.fromkeys(large, float)), preserve_index=False)
+            yield Table.from_pandas(frame, preserve_index=False)
 
 
 _READERS = {"Parquet": _parquet, "Arrow": _arrow, "CSV": _csv}

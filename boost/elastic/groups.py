@@ -319,9 +319,8 @@ def disconnect_abandoned() -> None:
     with _abandoned_lock:
         ended = [group for group in _abandoned if not group.is_busy()]
         _abandoned[:] = [group for group in _abandoned if group not in ended]
-    for (
-        group
-    ) in ended:  # so that other processes stop waiting, and gloo's thread does not spin when unclaimed data arrives
+    # So that other processes stop waiting, and gloo's thread does not spin when unclaimed data arrives.
+    for group in ended:
         group._backends.clear()
 
 
