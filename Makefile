@@ -6,8 +6,8 @@
 #   make quick    run quick tests during development: every layout once, no subprocesses (two minutes)
 #   make nightly  run the tests that are too slow for every commit, then make versions
 #   make softgpu  install what the nightly GPU tests need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:
-#                 `TORCH=2.11.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
-#   make versions run the test suite on the oldest and on the newest supported torch, in build/venv-oldest and build/venv-newest
+#                 `TORCH=2.15.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
+#   make versions run the test suite on the newest supported torch, in build/venv-newest
 #   make check    check lint, format and types
 #   make image    build the Dockerfile and run a command in the image (does nothing without docker or podman)
 #   make docs     build the documentation site in build/site (strict: a broken link is an error)
@@ -26,9 +26,8 @@ PYTHON ?= python3
 SOFTGPU ?= .softgpu
 VENV ?= .venv
 # The newest version whose CPU build we can install: 2.2 GB, compared with 6.6 GB for the CUDA builds of 2.14 and 2.15.
-# `make nightly` runs the suite on the oldest and the newest supported versions.
+# It is the oldest supported version. `make nightly` also runs the suite on the newest.
 TORCH ?= 2.13.0
-OLDEST ?= 2.11.0
 NEWEST ?= 2.15.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -47,7 +46,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: release findings setup train test quick nightly versions image softgpu test-oldest test-newest guards soak recovery check docs verify curves perplexity recompute validate bench report clean
+.PHONY: release findings setup train test quick nightly versions image softgpu guards soak recovery check docs verify curves perplexity recompute validate bench report clean
 
 setup: $(READY)
 
@@ -87,17 +86,12 @@ quick: setup
 
 nightly: setup
 	$(PYTEST) -m nightly
-	$(MAKE) --keep-going versions
+	$(MAKE) versions
 
 softgpu:
 	$(PYTHON) tests/softgpu/setup.py $(SOFTGPU) $(if $(CUDA_VENV),--venv $(CUDA_VENV),--torch $(TORCH))
 
-versions: test-oldest test-newest
-
-test-oldest:
-	$(MAKE) test VENV=build/venv-oldest TORCH=$(OLDEST)
-
-test-newest:
+versions:
 	$(MAKE) test VENV=build/venv-newest TORCH=$(NEWEST)
 
 # Removes each guard in docs/reliability.md in turn, and runs the tests that must then fail.

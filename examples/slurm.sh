@@ -22,8 +22,7 @@
 
 set -euo pipefail
 
-# How many seconds a node's processes have to save before torchrun kills them: less than the 120 s above. torch 2.11 does not
-# support this variable and waits 30 s.
+# How many seconds a node's processes have to save before torchrun kills them: less than the 120 s above.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 
 # If nodes have several networks, set the fast one for gloo and NCCL. gloo also needs it if a node's own name resolves to a

@@ -3,19 +3,16 @@
 import functools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError
 from boost.measure import exactness
 from boost.models.decoder import Decoder
 from boost.models.init import initialize
 from boost.parallel.mesh import Mesh, mesh_of
-from boost.parallel.weights import require_torch
 from boost.train.model import Model, build_decoder, build_model, initialize_model
 
 MODEL = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}
@@ -78,14 +75,6 @@ def toy_mesh(config: Config) -> Mesh:
 def mesh(tp: int, dp: int = 1, pp: int = 1, cp: int = 1) -> Mesh:
     """Creates process groups once per mesh and pool call (`tests/distributed.py`)."""
     return mesh_of(ParallelConfig(tp=tp, dp=dp, pp=pp, cp=cp), CPU)
-
-
-def skip_what_torch_cannot(config: Config) -> None:
-    """For tests of features that older torch versions lack."""
-    try:
-        require_torch(config)
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 def toy_tokens(config: Config, seed: int = 1, batch: int | None = None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from boost.config import Config, architecture
 from boost.config.architecture import Parameter, Slot
@@ -27,8 +26,6 @@ Passes = Callable[[Tensor, Tensor], Tensor]
 
 EAGER, COMPILED, BLOCKS = FORMS = ("plain", "plain, compiled", "plain, compiled blocks")
 """PyTorch modules as they are, under one torch.compile with the loss, or with each block compiled."""
-CHUNK_TOKENS = 4096
-"""Tokens whose logits are in memory at a time, where torch has no fused loss."""
 
 
 class PlainLinear(nn.Linear):
@@ -257,20 +254,11 @@ def plain_step(config: Config, device: torch.device, form: str = EAGER) -> Plain
 
 
 def fused_loss(x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, without all logits in memory: torch's own function, or chunks that are recomputed in the backward
-    pass on torch before 2.13. torch's returns the loss in the dtype of x; its gradients are as good."""
+    """Mean cross-entropy in nats in the dtype of x, without all logits in memory. Its gradients are as good as in fp32."""
     x_TD, targets_T, weight_VD = x_BSD.flatten(0, 1), targets_BS.flatten(), weight_VD.to(x_BSD.dtype)
-    if hasattr(F, "linear_cross_entropy"):
-        options = torch.nn.LinearCrossEntropyOptions()
-        loss: Tensor = F.linear_cross_entropy(x_TD, weight_VD, targets_T, options=options)
-        return loss
-
-    def part(x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight_VD).float(), targets, reduction="sum")
-
-    chunks = zip(x_TD.split(CHUNK_TOKENS), targets_T.split(CHUNK_TOKENS), strict=True)
-    parts = [checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.stack(parts).sum() / targets_T.numel()
+    options = torch.nn.LinearCrossEntropyOptions()
+    loss: Tensor = F.linear_cross_entropy(x_TD, weight_VD, targets_T, options=options)
+    return loss
 
 
 def mean_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class _Operations:
 
     @staticmethod
     def activated(u: Any, c: Any, silu: bool) -> Any:
-        z = u if c is None else (u * c).to(u.dtype)
+        z = (u * c).to(u.dtype)
         return F.silu(z) if silu else z
 
     @staticmethod

@@ -15,6 +15,9 @@ BOOST=${BOOST:-"$PYTHON -m boost.cli.main"}
 LIMIT_S=${LIMIT_S:-600}
 mkdir -p "$OUT"
 failed=()
+if $PYTHON -c 'import sys, torch; sys.exit(not torch.__version__.startswith("2.11."))'; then
+    export PYTHONPATH=$PWD/benchmarks/gpu/torch211${PYTHONPATH:+:$PYTHONPATH}
+fi
 
 piece() { # NAME COMMAND...
     local name=$1 begun=$SECONDS code=0

@@ -3,8 +3,6 @@
 Legend: B sequences, S tokens in each, T = B * S, N documents, H query and K key/value heads on this process, E head width.
 """
 
-import functools
-import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -178,8 +176,6 @@ def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dty
     check.
     """
     form = document_form(device.type, str(dtype)[6:], compiled)
-    if form == "varlen" and not _has_varlen():
-        form = "mask"
     runs = (torch.unique_consecutive(row_S, return_counts=True)[1] for row_S in document_ids_BS.cpu())
     lengths = tuple(tuple(row_N.tolist()) for row_N in runs)
     if form == "mask":
@@ -201,14 +197,3 @@ def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
     allowed = same & same.new_ones(same.shape[-2:]).tril()
     # Use the activations' dtype: every block would convert a boolean mask and save the result.
     return torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
-
-
-@functools.cache
-def _has_varlen() -> bool:
-    """Whether torch's varlen attention supports a window and grouped heads. Before torch 2.13, it does not, and a mask
-    is used instead."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)

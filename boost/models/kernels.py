@@ -50,18 +50,13 @@ class Kernel(Generic[Result]):
         `dynamic`: True compiles once for all latent widths and numbers of tokens. None compiles for the first sizes, and again if
         others occur. It is faster, but unsuitable for sums: inductor would choose their kernels by timing, so runs would differ."""
         functools.update_wrapper(self, function)
-        self.function, self.reads, self.dynamic = function, reads, dynamic
-        self.traced = function
-        """The function to put in a compiled graph. In code compiled by torch 2.11 (not 2.13), a custom autograd function silently
-        loses its gradients if its result comes from an operation that returns its own operand: an in-place operation, or a `to`
-        that changes nothing. Such a kernel needs another form here, which takes no more memory once compiled."""
-        self.name = function.__name__
+        self.function, self.reads, self.dynamic, self.name = function, reads, dynamic, function.__name__
         KERNELS[self.name] = self
 
     def __call__(self, *arguments: object) -> Result:
-        if torch.compiler.is_compiling():
-            return self.traced(*arguments)
-        return self.function(*arguments) if _backend is _eager else _backend(self, arguments)
+        if _backend is _eager or torch.compiler.is_compiling():
+            return self.function(*arguments)
+        return _backend(self, arguments)
 
 
 KERNELS: dict[str, Kernel[Any]] = {}
@@ -96,7 +91,7 @@ def _inductor_if_it_works(kernel: Kernel[Result], arguments: tuple[object, ...])
 @functools.cache
 def _compiled(kernel: Kernel[Result]) -> Callable[..., Result]:
     torch._dynamo.config.recompile_limit = 32  # default 8: sizes of 1 and each direction are compiled separately
-    return torch.compile(kernel.traced, fullgraph=True, dynamic=kernel.dynamic)
+    return torch.compile(kernel.function, fullgraph=True, dynamic=kernel.dynamic)
 
 
 BACKENDS: dict[str, Backend] = {
@@ -166,9 +161,9 @@ def row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @Kernel
-def activated(u_TR: Tensor, c_T1: Tensor | None, silu: bool) -> Tensor:
-    """Latents u -> h = act(c u), [T, R]; c [T, 1] or None (1), act is SiLU or the identity."""
-    z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
+def activated(u_TR: Tensor, c_T1: Tensor, silu: bool) -> Tensor:
+    """Latents u -> h = act(c u), [T, R]; c [T, 1], act is SiLU or the identity."""
+    z_TR = scaled(u_TR, c_T1)
     return F.silu(z_TR) if silu else z_TR
 
 
@@ -185,9 +180,6 @@ def activated_backward(dh_TR: Tensor, u_TR: Tensor, c_T1: Tensor | None, silu: b
 def gated(gate_TO: Tensor, up_TO: Tensor) -> Tensor:
     """silu(gate) up (SwiGLU, arXiv 2002.05202)."""
     return F.silu(gate_TO).mul_(up_TO)
-
-
-gated.traced = lambda gate_TO, up_TO: F.silu(gate_TO) * up_TO
 
 
 @Kernel
@@ -226,16 +218,6 @@ def normed(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     c_T1 = torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
     y_TD = (x_TD * c_T1).mul_(gamma_D)
     return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
-
-
-def _normed_traced(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=STATISTIC_DTYPE[x_TD.dtype])
-    c_T1 = torch.rsqrt(norm_T1.square_().div_(x_TD.shape[-1]).add_(eps))
-    y_TD = x_TD * c_T1 * gamma_D
-    return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype), c_T1
-
-
-normed.traced = _normed_traced
 
 
 @functools.partial(Kernel, reads=2)
@@ -306,7 +288,7 @@ class UpProject(torch.autograd.Function):
         ctx.silu, ctx.start_grad_sum = silu, start_grad_sum
         ends = itertools.accumulate(b_Or.shape[1] for b_Or in weights)
         ctx.columns = [slice(end - b_Or.shape[1], end) for end, b_Or in zip(ends, weights, strict=True)]
-        h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
+        h_TR = activated(u_TR, c_T1, silu) if c_T1 is not None else F.silu(u_TR) if silu else u_TR
         # Not a split: compiled code would save a split's results for the backward pass instead of recomputing h.
         parts = [h_TR[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TR]
         slots = zip(parts, weights, strict=True)

@@ -142,7 +142,7 @@ class _ApplyNorm(torch.autograd.Function):
         parts = [(v - m_T1) * c_T1 for v, m_T1, c_T1 in _standardized_parts(v_TR, s_T2k, widths)]
         normed = torch.cat(parts, dim=-1)
         y_TR = torch.addcmul(b_R.to(normed.dtype), normed, w_R.to(normed.dtype))
-        return y_TR if y_TR.dtype == v_TR.dtype else y_TR.to(v_TR.dtype)  # conditional: see `Kernel.traced`
+        return y_TR if y_TR.dtype == v_TR.dtype else y_TR.to(v_TR.dtype)
 
     @staticmethod
     def backward(ctx: Node, dy_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:

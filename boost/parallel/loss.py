@@ -34,21 +34,14 @@ def logit_gradient(
 ) -> Tensor:
     """Gradient of the cross-entropy with respect to the logits, in their dtype: softmax - onehot, or 0 if not `counted`. May
     overwrite the logits, which a product writes to `out`: selective checkpointing saves other products, and forbids overwriting."""
+    if torch.compiler.is_compiling():  # one kernel, which a scatter would divide
+        columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+        onehot_NV = (columns_V == local_N.unsqueeze(-1)) & mine_N.unsqueeze(-1)
+        softmax_NV = (logits_NV - logsumexp_N.unsqueeze(-1)).exp()
+        return ((softmax_NV - onehot_NV.to(softmax_NV.dtype)) * counted_N.unsqueeze(-1)).to(logits_NV.dtype)
     d_NV = logits_NV.to(logsumexp_N.dtype).sub_(logsumexp_N.unsqueeze(-1)).exp_()
     d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(d_NV.dtype).unsqueeze(-1))
     return d_NV.mul_(counted_N.unsqueeze(-1)).to(logits_NV.dtype)
-
-
-def _logit_gradient_traced(
-    logits_NV: Tensor, logsumexp_N: Tensor, local_N: Tensor, mine_N: Tensor, counted_N: Tensor
-) -> Tensor:
-    columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    onehot_NV = (columns_V == local_N.unsqueeze(-1)) & mine_N.unsqueeze(-1)
-    softmax_NV = (logits_NV - logsumexp_N.unsqueeze(-1)).exp()
-    return ((softmax_NV - onehot_NV.to(softmax_NV.dtype)) * counted_N.unsqueeze(-1)).to(logits_NV.dtype)
-
-
-logit_gradient.traced = _logit_gradient_traced
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -76,8 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
             mine_N = (targets_N >= first) & (targets_N < first + w_VD.shape[0])
             counted_N = targets_N != IGNORED
             logsumexp_N, target_N = _whole_vocabulary(logits_NV, local_N, mine_N, axis)
-            # Not in place: see `Kernel.traced` in boost.models.kernels.
-            total = total + ((logsumexp_N - target_N) * counted_N).sum()
+            total += ((logsumexp_N - target_N) * counted_N).sum()
             if dx_TD is None or dw_VD is None:
                 continue
             d_NV = logit_gradient(logits_NV, logsumexp_N, local_N, mine_N, counted_N)

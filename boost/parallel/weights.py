@@ -23,33 +23,10 @@ from torch.distributed.tensor import DTensor
 from boost.config import Config
 from boost.config.schema import ParallelConfig
 from boost.config.storage import shard_axis
-from boost.errors import ConfigError
 from boost.layouts import spec_of
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedModule, ParamShard, fused_params
 from boost.parallel.mesh import Mesh
-
-SHARDS_OVER_SEVERAL_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")
-"""Whether torch's fully_shard can place parameters of one module on different meshes."""
-
-
-COMPILES_REPEATED_COLLECTIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether compiled blocks repeat a recomputed collective. torch 2.11 silently saves the collective's result instead."""
-
-
-def require_torch(config: Config) -> None:
-    """Raises ConfigError if a requested feature needs a newer torch: 2.13 supports all features, 2.11 does not."""
-    parallel, train = config.parallel, config.train
-    if train.compile == "blocks" and train.recompute == "low-rank-sharded" and not COMPILES_REPEATED_COLLECTIVES:
-        raise ConfigError(
-            f"train.recompute = 'low-rank-sharded' with train.compile = 'blocks' needs a newer torch than {torch.__version__}, "
-            "which would save gathered latents (2.13 does not); set train.recompute to 'low-rank', or train.compile to 'kernels'"
-        )
-    if parallel.sharded and parallel.shard_outer and not SHARDS_OVER_SEVERAL_MESHES:
-        raise ConfigError(
-            f"parallel.shard_outer = true needs a newer torch than {torch.__version__}, which can only shard all weights of a "
-            "block over the same processes (2.13 supports it); set it to false"
-        )
 
 
 def shard(

@@ -2,7 +2,7 @@
 
 torchrun exits with 1 whatever happened, restarts its processes after a mistake that no restart can fix, prints each process's
 error and a report of its own, and abandons its processes at the third signal. The agent below changes these four things.
-It overrides only what torch 2.11 to 2.15 have in common.
+It overrides only what torch 2.13 to 2.15 have in common.
 """
 
 import logging

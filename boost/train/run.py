@@ -18,7 +18,6 @@ from boost.data.fit import open_corpus
 from boost.data.verify import Progress
 from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, thread_limit
 from boost.format import format_count
-from boost.parallel.weights import require_torch
 from boost.text import print_error, printable, printable_text
 from boost.train import failures
 from boost.train.agreement import run_on_main
@@ -113,7 +112,6 @@ def check_before_start(
         if resume == "auto":
             require_nothing_lost(run, candidates, restart)
     tracker_modules(config)
-    require_torch(config)
     store = open_corpus(config, progress, until_stopped).stores[0]  # all stores have the same tokenizer
     if start_from is not None:
         require_start(open_checkpoint(Path(start_from)), config, store)

@@ -87,7 +87,6 @@ COMPILED: list[dict[str, Any]] = [
 @pytest.mark.slow
 def test_it_composes(sections: dict[str, Any]) -> None:
     config = toy.toy_config("float64", **{**sections, "train": {"micro_batch": 1, **sections.get("train", {})}})
-    toy.skip_what_torch_cannot(config)
     require_one_process(config, compare)
 
 

@@ -149,7 +149,6 @@ def test_halves_with_everything_else(parallel: Row, model: Row, sections: dict[s
     config = toy.toy_config(
         model={"layers": 4, **model}, parallel={**parallel, **HALVES}, **{**sections, "train": train}
     )
-    toy.skip_what_torch_cannot(config)
     require_one_process(config, compare)
 
 

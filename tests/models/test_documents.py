@@ -72,8 +72,6 @@ def test_segments_are_the_masked_attention(kv_heads: int) -> None:
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
 def test_arguments_of_the_varlen_kernel(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not documents._has_varlen():
-        pytest.skip("torch before 2.13")
     varlen = importlib.import_module("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
     monkeypatch.setattr(documents, "document_form", lambda *_: "varlen")
@@ -84,12 +82,6 @@ def test_arguments_of_the_varlen_kernel(kv_heads: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
     for expected, actual in zip(results(context(compiled=True), kv_heads), results(packed, kv_heads), strict=True):
         assert torch.allclose(expected, actual, rtol=1e-12, atol=1e-12)
-
-
-def test_a_torch_without_that_kernel_takes_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "document_form", lambda *_: "varlen")
-    monkeypatch.setattr(documents, "_has_varlen", lambda: False)
-    assert context().documents.form == "mask"
 
 
 def test_no_score_between_documents_is_computed() -> None:

@@ -64,7 +64,6 @@ def run(config: Config) -> tuple[dict[str, float], list[Collective], list[Collec
 
 
 def check(config: Config, function: Any = run) -> None:
-    toy.skip_what_torch_cannot(config)
     results = run_distributed(config.parallel.world_size, function, config)
     for errors, seen, table, _ in results:
         assert max(errors.values()) <= 1e-9, errors

@@ -109,9 +109,6 @@ RECOMPUTING = [
 def test_a_recomputing_block_is_one_graph(parallel: dict[str, Any], policy: str) -> None:
     """The graphs also contain the table's collectives; under the low-rank policies, recomputation adds none."""
     config = config_of("cola", parallel, policy)
-    toy.skip_what_torch_cannot(
-        config.model_copy(update={"train": config.train.model_copy(update={"compile": "blocks"})})
-    )
     for loss, gradients, same, _ in run_distributed(2, compare, config):
         assert max(loss, gradients) <= 1e-12
         assert same

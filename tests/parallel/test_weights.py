@@ -11,9 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
 from boost.config import Config
-from boost.errors import ConfigError
 from boost.models.fused import fused_params
-from boost.parallel import weights
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.weights import WorkingCopies, shard
 from tests import toy
@@ -260,7 +258,7 @@ def reductions_of(device: str, dtype: str) -> list[tuple[bool, object, object]]:
     for unit in decoder.modules():
         if isinstance(unit, FSDPModule):
             state = unit._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # torch before 2.13
+            for group in state._fsdp_param_groups:
                 before, after, reduce_scatter, _ = _get_gradient_divide_factors(
                     group._reduce_scatter_process_group,
                     None,
@@ -280,17 +278,3 @@ def test_gradients_are_plain_sums_on_every_backend(device: str, dtype: str) -> N
     for units in run_distributed(2, reductions_of, device, dtype):
         assert len(units) == 3 and all(plain for plain, *_ in units)
         assert {factor or 1.0 for _, *factors in units for factor in factors} == {1.0}
-
-
-def test_what_an_older_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    outer = toy.toy_config(parallel={"tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True})
-    if weights.SHARDS_OVER_SEVERAL_MESHES:  # torch 2.13
-        weights.require_torch(outer)
-    monkeypatch.setattr(weights, "SHARDS_OVER_SEVERAL_MESHES", False)
-    with pytest.raises(ConfigError, match="shard_outer = true needs a newer torch"):
-        weights.require_torch(outer)
-    monkeypatch.setattr(weights, "COMPILES_REPEATED_COLLECTIVES", False)
-    sharded = {"recompute": "low-rank-sharded", "compile": "blocks"}
-    with pytest.raises(ConfigError, match="'low-rank-sharded' with train.compile = 'blocks' needs"):
-        weights.require_torch(toy.toy_config(parallel={"tp": 2, "layout": "btp-sp"}, train=sharded))
-    weights.require_torch(toy.toy_config(parallel={"pp": 2, "dp": 2, "shard": "full"}, train={"global_batch": 8}))

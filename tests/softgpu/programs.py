@@ -22,12 +22,10 @@ from benchmarks.gpu.kernels import arguments_of
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig, RunConfig
-from boost.errors import ConfigError
 from boost.measure.exactness import TrainedModel, alone, made_up_batches
 from boost.measure.steps import Stepper, look_at
 from boost.models import kernels
 from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
-from boost.parallel.weights import require_torch
 from boost.plan.memory import peak
 from boost.train import heartbeat
 from boost.train.graphs import WARM_UP, CapturedPasses
@@ -44,17 +42,13 @@ PLAIN = {"recompute": "none"}
 
 
 def losses(cells: str, out: str) -> None:
-    """Trains each configuration (by name, as trees) on all processes of this launch, if this version of torch can. Writes the
+    """Trains each configuration (by name, as trees) on all processes of this launch. Writes the
     largest relative error of a loss and of a gradient norm in three steps, against one process on the CPU."""
     world = open_mesh(ParallelConfig(layout="single", dp=world_size()), "cuda", timeout_s=600)
     expected: dict[str, list[tuple[float, float]]] = {}
     errors: dict[str, tuple[float, ...]] = {}
     for name, tree in json.loads(Path(cells).read_text()).items():
         config = from_tree(tree)
-        try:
-            require_torch(config)
-        except ConfigError:
-            continue
         single = alone(config.model_copy(update={"train": config.train.model_copy(update=PLAIN)}))
         single = single.model_copy(update={"parallel": ParallelConfig(layout=single.parallel.layout)})
         key = single.model_dump_json(exclude={"parallel"})  # every layout computes the same function

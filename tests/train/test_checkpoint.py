@@ -53,7 +53,6 @@ def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:
 )
 def test_resume_on_the_same_mesh_is_bitwise(tmp_path: Path, parallel: dict[str, Any]) -> None:
     config = mesh_config(**parallel)
-    toy.skip_what_torch_cannot(config)
     expected = on_mesh(save_and_continue, tmp_path, 5, config)
     actual = on_mesh(load_and_continue, tmp_path, 5, config)
     assert [losses for losses, _ in actual] == expected
@@ -101,7 +100,6 @@ def test_another_mesh_loads_the_same_bits_and_gives_them_back(
 ) -> None:
     # Two key/value heads: fewer than four processes, so that some weights are held whole there and cut elsewhere.
     config = config_on("float32", there, family=family, kv_heads=2, tied="pp" in there or "cp" in there)
-    toy.skip_what_torch_cannot(config)
     saved, _ = save(tmp_path / "one", toy.single(config))
     on_mesh(load_and_save, tmp_path / "one", tmp_path / "two", config)
     expected, actual = state_of(saved), state_of(load(tmp_path / "two", toy.single(config))[0])

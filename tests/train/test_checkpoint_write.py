@@ -76,7 +76,6 @@ def save_both_ways(folder: Path, config: Config) -> None:
 )
 def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, parallel: dict[str, Any]) -> None:
     config = mesh_config(**({"tp": 1} | parallel))
-    toy.skip_what_torch_cannot(config)
     size = config.parallel.world_size
     run_distributed(size, save_both_ways, tmp_path, config) if size > 1 else save_both_ways(tmp_path, config)
     for name in ("step-00000001", "step-00000002"):

@@ -219,7 +219,6 @@ def test_processes_replicas_and_stages_see_the_same_run(
     """Evaluations gather weights between passes and their update, also before the last one. No pass is repeated for them."""
     train = ROLLBACK if acts == (("ruin", 6),) else {"steps": 6, "save_every": 4, "eval_every": 1}
     config = config_of(store, tmp_path, parallel=parallel, train=train)
-    toy.skip_what_torch_cannot(config)
     for seen, passes in run_distributed(2, modes_agree, config, acts):
         assert all(seen[mode] == seen["usual"] for mode in seen)
         assert "shard" not in parallel or passes == 6

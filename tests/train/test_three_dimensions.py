@@ -35,7 +35,6 @@ def config_of(parallel: dict[str, Any], dtype: str = "float64", **sections: Any)
 
 
 def check(config: Config) -> None:
-    toy.skip_what_torch_cannot(config)
     require_one_process(config)
 
 
@@ -195,7 +194,6 @@ def kept(config: Config) -> tuple[int, int]:
 def test_replicas_keep_each_row_once() -> None:
     parallel = {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}
     config = config_of(parallel)
-    toy.skip_what_torch_cannot(config)
     each = run_distributed(4, kept, config)
     norms = (2 * config.model.layers + 1) * config.model.dim
     assert sum(matrices for matrices, _ in each) == parameter_count(config.model) - norms

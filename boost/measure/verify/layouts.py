@@ -32,7 +32,6 @@ from boost.measure.exactness import (
 )
 from boost.measure.verify.report import Found, Verifier, worst_of
 from boost.parallel.mesh import Mesh, mesh_of, temporary_groups
-from boost.parallel.weights import require_torch
 from boost.text import JsonObject
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}
@@ -194,7 +193,6 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
     for cell in row.cells:
         try:
             config = config_of(model, row.parallel, cell)
-            require_torch(config)
         except ConfigError as error:
             results[cell.name] = str(error)
             continue
