@@ -52,13 +52,8 @@ MESHES: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("parallel", first(7, EACH, ids([(row,) for row in EACH])))
-def test_every_layout_is_one_process(parallel: Row) -> None:
-    require_one_process(config_of(parallel))
-
-
-@pytest.mark.parametrize("parallel", first(7, MESHES, ids([(row,) for row in MESHES])))
-def test_every_mesh_is_one_process(parallel: Row) -> None:
+@pytest.mark.parametrize("parallel", [*first(7, EACH), *first(7, MESHES)])
+def test_every_layout_and_mesh_is_one_process(parallel: Row) -> None:
     toy.skip_what_torch_cannot(config := config_of(parallel))
     require_one_process(config)
 
