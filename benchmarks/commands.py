@@ -29,7 +29,6 @@ EXPERIMENTS = {
     "modeled": "the performance model against the paper's measurements",
     "official": "BOOST against the published code of CoLA and LORO, which you clone first",
     "smollm2": "SmolLM2-135M, factorized and healed: quality, and training speed against transformers' dense model",
-    "versions": "speed of this checkout against that of another, for example before and after a change",
     "evaluation": "all experiments in the report, some with several launches; resumable",
     "report": "all results as one page, benchmarks/report.html",
     "timeline": "a step recorded by train.profile: computation and communication of each process",

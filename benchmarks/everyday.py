@@ -3,13 +3,12 @@
     python -m benchmarks.everyday runs/everyday          # needs 8 GB of disk and 12 GB of memory
     python -m benchmarks.everyday runs/everyday --only checkpoints loader
 
-Contenders are interleaved, and files are read from the page cache. Results are medians over the rounds, and ratios are medians of
-each round's ratio, with the lowest and the highest. CPU seconds include child processes. Writes benchmarks/everyday.json, in which
-parts that were not measured keep their results.
+Contenders are interleaved, and files are read from the page cache. Results are medians over the rounds, with the lowest and the
+highest. CPU seconds include child processes. Writes benchmarks/everyday.json, in which parts that were not measured keep their
+results.
 """
 
 import argparse
-import functools
 import importlib.util
 import json
 import os
@@ -21,13 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from xxhash import xxh3_128
 
 from benchmarks.experiments.results import write_numbers
 from boost.config import Config, load
@@ -57,7 +56,7 @@ def cpu_seconds() -> float:
 
 
 def interleaved(contenders: Contenders, rounds: int, before: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """Wall and CPU seconds of each contender, and the ratios of the first to each of the others."""
+    """Wall and CPU seconds of each contender."""
     seconds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
@@ -67,17 +66,7 @@ def interleaved(contenders: Contenders, rounds: int, before: Callable[[], object
             if number:  # the first round warms up
                 seconds[name]["wall"].append(time.perf_counter() - wall)
                 seconds[name]["cpu"].append(cpu_seconds() - cpu)
-    ours, *others = seconds
-    return {
-        "seconds": {name: {clock: spread(values) for clock, values in of.items()} for name, of in seconds.items()},
-        "ratios": {
-            name: {
-                clock: spread([a / b for a, b in zip(seconds[ours][clock], seconds[name][clock], strict=True)])
-                for clock in ("wall", "cpu")
-            }
-            for name in others
-        },
-    }
+    return {"seconds": {name: {clock: spread(values) for clock, values in of.items()} for name, of in seconds.items()}}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -85,28 +74,12 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def commands(folder: Path, rounds: int) -> dict[str, Any]:
-    """Python processes."""
-
-    def python(*words: str) -> Callable[[], object]:
-        return lambda: subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-
-    return {
-        "import": interleaved(
-            {
-                "import boost; boost.Trainer": python("-c", "import boost; boost.Trainer"),
-                "import torch": python("-c", "import torch"),
-            },
-            rounds,
-        ),
-        "help": interleaved(
-            {
-                "boost --help": python("-m", "boost.cli.main", "--help"),
-                "boost plan --help": python("-m", "boost.cli.main", "plan", "--help"),
-                "python -c pass": python("-c", "pass"),
-            },
-            rounds,
-        ),
+    """Python processes that import a package."""
+    programs = "import boost; boost.Trainer", "import torch"
+    contenders: Contenders = {
+        each: partial(subprocess.run, [sys.executable, "-c", each], check=True) for each in programs
     }
+    return {"import": interleaved(contenders, rounds)}
 
 
 def trained() -> tuple[Config, Model, Optimizer]:
@@ -167,21 +140,10 @@ def checkpoints(folder: Path, rounds: int) -> dict[str, Any]:
         with path.open("rb") as stream:
             while stream.read(1 << 24):
                 pass
-    loads = interleaved(
-        {"boost, load": read, "torch.load": lambda: torch.load(theirs), "torch.load, load_state_dict": torch_read_into},
-        rounds,
-    )
+    loads = interleaved({"boost, load": read, "torch.load, load_state_dict": torch_read_into}, rounds)
     size = sum(path.stat().st_size for path in ours.rglob("*") if path.is_file())
     clean()
-    return {"bytes": size, "hash_bytes_per_s": hash_speed(), "save": saves, "load": loads}
-
-
-def hash_speed() -> float:
-    """Bytes per second of the manifest's digest on one core."""
-    data = np.random.default_rng(0).bytes(1 << 26)
-    begun = time.thread_time()
-    xxh3_128(data)
-    return len(data) / (time.thread_time() - begun)
+    return {"bytes": size, "save": saves, "load": loads}
 
 
 def background(folder: Path, rounds: int) -> dict[str, Any]:
@@ -312,7 +274,7 @@ def loader(folder: Path, rounds: int) -> dict[str, Any]:
     shutil.rmtree(store, ignore_errors=True)
     prepare(PrepareOptions(store, inputs=(str(corpus),), tokenizer="train:4096"))
     split = TokenStore.open(store).split("train")
-    ours = {isolated: Batches(split, SEQ_LEN, BATCH, 0, documents=isolated) for isolated in (False, True)}
+    ours = Batches(split, SEQ_LEN, BATCH, 0)
     tokens, draw = np.memmap(store / "train.tokens", dtype=np.uint16, mode="r"), torch.Generator().manual_seed(0)
 
     def loop() -> None:
@@ -323,22 +285,12 @@ def loader(folder: Path, rounds: int) -> dict[str, Any]:
                     [torch.from_numpy(tokens[i + shift : i + shift + SEQ_LEN].astype(np.int64)) for i in starts]
                 )
 
-    def batches(isolated: bool) -> None:
+    def batches() -> None:
         for step in range(BATCHES):
-            for _ in ours[isolated].numbered(step, [0], BATCH):
+            for _ in ours.numbered(step, [0], BATCH):
                 pass
 
-    return {
-        "batches": BATCHES,
-        **interleaved(
-            {
-                "boost": lambda: batches(False),
-                "memory map": loop,
-                "boost, isolated documents": lambda: batches(True),
-            },
-            rounds,
-        ),
-    }
+    return {"batches": BATCHES, **interleaved({"boost": batches, "memory map": loop}, rounds)}
 
 
 def main() -> int:
@@ -352,7 +304,7 @@ def main() -> int:
         "commands": commands,
         "checkpoints": checkpoints,
         "background": background,
-        "prepare": functools.partial(prepared, megabytes=args.megabytes),
+        "prepare": partial(prepared, megabytes=args.megabytes),
         "loader": loader,
     }
     args.folder.mkdir(parents=True, exist_ok=True)

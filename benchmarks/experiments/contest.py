@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.commands import LEAST_ROUNDS
-from benchmarks.experiments.results import MeasurementError
+from benchmarks.experiments.results import Goal, MeasurementError
 from boost.measure.speed import Probe, synchronize
 from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
@@ -255,6 +255,11 @@ def _all_here(mesh: Mesh) -> None:
 def in_words(found: Ratio) -> str:
     """Formats a ratio with its interval."""
     return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def at_least(what: str, least: float, where: str, found: Ratio, note: str = "") -> Goal:
+    """The goal that a ratio is at least `least`, at the lower end of its interval. `note`: added to the ratio."""
+    return Goal(what, f">= {least:g}x", where, f"{in_words(found)} x{note}", found.low >= least)
 
 
 def verdict_words(found: Ratio) -> str:

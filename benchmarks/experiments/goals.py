@@ -17,7 +17,7 @@ class Target:
     """A goal."""
 
     what: str
-    """Name, matched against the `Goal` of an experiment."""
+    """Name, as in the `Goal` of an experiment."""
     figure: str
     where: str
     """Devices and dtypes on which to measure it."""
@@ -34,18 +34,13 @@ TARGETS = tuple(Target(**goal) for goal in read_toml(Path(__file__).with_suffix(
 
 
 def target_of(what: str) -> Target:
-    """Finds the target of an experiment's goal. One name must be a prefix of the other.
-
-    Ignores case, punctuation and spaces. Raises MeasurementError unless exactly one target matches.
-    """
-    named = _plain(what)
-    exact = [target for target in TARGETS if _plain(target.what) == named]
-    close = [target for target in TARGETS if _begins(named, _plain(target.what)) or _begins(_plain(target.what), named)]
-    found = exact or close
-    if len(found) != 1:
-        which = "is none of the project's goals" if not found else "could be " + " or ".join(t.what for t in found)
-        raise MeasurementError(f"goal '{what}' {which}; the names are in benchmarks/experiments/goals.toml")
-    return found[0]
+    """The target of an experiment's goal. Raises MeasurementError if there is none."""
+    for target in TARGETS:
+        if target.what == what:
+            return target
+    raise MeasurementError(
+        f"goal '{what}' is none of the project's goals, which are in benchmarks/experiments/goals.toml"
+    )
 
 
 def counts(target: Target, goal: Goal) -> bool:
@@ -65,15 +60,6 @@ def missing(target: Target) -> str:
     """Explains why a target has no result."""
     needs = " (needs a CUDA GPU)" if target.gpu else ""
     return f"No result of `python -m benchmarks {target.experiment}`{needs}."
-
-
-def _plain(text: str) -> str:
-    return " ".join(re.findall(r"[a-z0-9./]+", text.lower()))
-
-
-def _begins(shorter: str, longer: str) -> bool:
-    """Whether `longer` starts with all words of `shorter`."""
-    return bool(shorter) and longer.split()[: len(shorter.split())] == shorter.split()
 
 
 INTERVAL = re.compile(r"(?P<value>\d[\d.]*) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.experiments import colors, record
 from benchmarks.experiments.contest import Spread, pooled, spread
-from benchmarks.experiments.goals import INTERVAL, TARGETS, target_of
+from benchmarks.experiments.goals import INTERVAL
 from benchmarks.experiments.results import Facts, Goal, machine
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
 from benchmarks.experiments.wire_plan import faster, groups_of
@@ -73,12 +73,10 @@ def _speed(wire: Facts | None, baseline: str, words: str, paper: str) -> Headlin
 
 def _goal(results: Sequence[tuple[Facts, Sequence[Goal]]], what: str) -> tuple[Facts, Goal] | None:
     """The first result that decides a goal."""
-    (target,) = (each for each in TARGETS if each.what == what)
-    for facts, goals in results:
-        for goal in goals:
-            if target_of(goal.what) == target and goal.met is not None:
-                return facts, goal
-    return None
+    decided = (
+        (facts, goal) for facts, goals in results for goal in goals if goal.what == what and goal.met is not None
+    )
+    return next(decided, None)
 
 
 def _ratio(results: Sequence[tuple[Facts, Sequence[Goal]]], name: str, words: str, conditions: str) -> Headline:

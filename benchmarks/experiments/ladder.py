@@ -4,8 +4,7 @@ Measures nothing: it reads the main set of the wire experiment, in which all ste
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from benchmarks.experiments.wire_plan import (
     groups_of,
     launches_of,
     name_of,
-    names_of,
     on_wire,
     seconds_of,
     wires,
@@ -69,19 +67,6 @@ LADDER = (
 """Steps in table order. Each changes one thing, except the one from `vanilla` to `btp`, which also ungroups."""
 
 
-def measured_steps(names: Sequence[str]) -> list[LadderStep]:
-    """The measured steps. A step whose predecessor was not measured is compared with the closest earlier step that was."""
-    by_name, found = {step.name: step for step in LADDER}, []
-    for step in LADDER:
-        if step.name not in names:
-            continue
-        before = step.before
-        while before and before not in names:
-            before = by_name[before].before
-        found.append(replace(step, before=before))
-    return found
-
-
 def arguments(parser: argparse.ArgumentParser, name: str = "ladder") -> None:
     words = "result of 'wire --set main' (default benchmarks/results/wire.json)"
     parser.add_argument("--wire", type=Path, default=RESULTS / "wire.json", metavar="PATH", help=words)
@@ -97,12 +82,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts_from(wire: Facts) -> Facts:
-    """The ladder's numbers and environment, taken from the main set. Raises ConfigError if none of its steps were
-    measured."""
+    """The ladder's numbers and environment, taken from the main set."""
     (group,) = groups_of(wire)
-    steps = measured_steps(names_of(wire, group))
-    if not steps:
-        raise ConfigError(f"the main set has no step of the ladder; use a result with '{PUBLISHED}'")
     marked = [each for each in MARKED if on_wire(wire, group, each)]
     return {
         "experiment": "ladder",
@@ -113,7 +94,7 @@ def facts_from(wire: Facts) -> Facts:
         "wires": {each: wires(wire, group)[each] for each in marked},
         "steps": [
             {**asdict(step), "seconds": {each: seconds_of(wire, group, each, step.name) for each in marked}}
-            for step in steps
+            for step in LADDER
         ],
     }
 
@@ -139,8 +120,6 @@ def section(facts: Facts) -> Section:
         "thing, except the one from `vanilla` to `btp`, which also ungroups. All are interleaved in the same launches; ratios pair "
         "the same rounds, and 95% intervals resample launches, then rounds. Above 1, a step is faster than the one before."
     )
-    measured = {step["name"] for step in facts["steps"]}
-    missing = [step.name for step in LADDER if step.name not in measured]
     caption = (
         "Step time, starting from the published baseline (measured). Every bar starts at the median of the step that it is "
         "compared with and ends at its own median; whiskers are quartiles. Hatched steps are alternatives on which the next step "
@@ -152,7 +131,6 @@ def section(facts: Facts) -> Section:
             lead,
             Figure("ladder", caption, partial(_draw, facts)),
             *(_table(facts, wire) for wire in facts["wires"]),
-            *([f"Not measured: {', '.join(missing)}."] if missing else []),
         ),
     )
 

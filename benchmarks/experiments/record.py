@@ -25,7 +25,6 @@ import functools
 import itertools
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +54,9 @@ from boost.errors import ConfigError
 from boost.plan.datasheet import PORT_SHARE
 from boost.plan.hardware import AttentionSpeed, Hardware, Speeds, load_hardware
 from boost.plan.memory import peak
-from boost.plan.step_time import PIPELINE, SPREADS, PassTime, kind_of
+from boost.plan.step_time import SPREADS, PassTime, kind_of
 from boost.plan.timing import Predictor
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, STREAM, Work, gemm, moved
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
 from boost.text import read_toml
 from boost.train.progress import progress
 
@@ -80,22 +79,20 @@ class Stack(Section):
     overlap: Literal["none", "halves"] = "none"
     """Whether TP communication overlaps with computation, as in parallel.overlap."""
     attention: str = ""
-    """Attention kernel; '': the profile's; 'unfused': separate products and softmax, with all scores in memory."""
+    """Attention kernel; '': the profile's."""
     adds_in_gemms: bool = False
     """Whether GEMMs add the gradients of a weight to those of earlier micro-batches."""
     gemm: dict[str, float] = Field(default_factory=dict)
     """Speed of GEMMs as a multiple of the profile's, by `Hardware.architecture`."""
     hides_sends: bool = False
     """Whether sends between pipeline stages overlap with the computation of another micro-batch."""
-    blocking: float = 0.0
-    """Fraction of a pass that a stage with two neighbors waits for blocking sends; stages with one neighbor do not wait."""
     fitted_to: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Sources whose rows `gemm` and `blocking` are fitted to."""
+    """Sources whose rows `gemm` is fitted to."""
 
     @property
     def unfitted(self) -> "Stack":
         """The same software without fitted numbers."""
-        return self.model_copy(update={"gemm": {}, "blocking": 0.0})
+        return self.model_copy(update={"gemm": {}})
 
 
 class StackSpeeds(Speeds):
@@ -103,18 +100,8 @@ class StackSpeeds(Speeds):
 
     fusion: float = 1.0
     """Same as `Source.fusion`."""
-    unfused: bool = False
-    """Whether attention is unfused."""
 
     def seconds(self, work: Work) -> float:
-        if self.unfused and work.kernel in (ATTENTION, ATTENTION_BACKWARD):
-            sequences, heads, _, tokens, width, *rest = work.shape
-            keys, pairs = rest[0] if rest else tokens, sequences * heads
-            # Masked scores are computed, too. Softmax, dropout and its mask pass over them; backward also reads softmax.
-            backward = work.kernel == ATTENTION_BACKWARD
-            products = gemm(tokens, keys, width, work.dtype, pairs), gemm(tokens, width, keys, work.dtype, pairs)
-            scores = moved(STREAM, pairs * tokens * keys, 5.5 if backward else 4.5, work.dtype)
-            return (1 + backward) * sum(map(super().seconds, products)) + super().seconds(scores)
         if work.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD) and work.phase != "step":
             work = work._replace(bytes=round(work.bytes / self.fusion))
         return super().seconds(work)
@@ -133,9 +120,6 @@ class StackPredictor(Predictor):
     def _add_sends(self, config: Config, held: Sequence[Stage], result: PassTime) -> None:
         if not self.stack.hides_sends:
             super()._add_sends(config, held, result)
-        share = self.stack.blocking * max(config.parallel.pp - 2, 0) / config.parallel.pp
-        waits = share * result.forward, share * result.backward
-        result.add(PassTime(defaultdict(float, {PIPELINE: sum(waits)}), *waits, waits=waits), 1)
 
 
 class Source(Section):
@@ -282,7 +266,7 @@ def score(rows: Sequence[Row]) -> Iterator[Scored]:
 
     def predicted(row: Row, stack: Stack) -> tuple[float, Config]:
         """(seconds, configuration) of the fastest possible configuration of a row."""
-        key = row.source, row.gpu, row.per_node, row.net_gbit, stack.title, bool(stack.gemm or stack.blocking)
+        key = row.source, row.gpu, row.per_node, row.net_gbit, stack.title, bool(stack.gemm)
         if key not in machines:
             hardware = hardware_of(row, stack)
             machines[key] = StackPredictor(hardware, stack), Comparison(hardware)
@@ -318,10 +302,7 @@ def hardware_of(row: Row, stack: Stack | None = None) -> Hardware:
     table = tuple(AttentionSpeed(head_dim=int(dim), forward=f, backward=b) for dim, (f, b) in kernel.items())
     attention = own.attention | ({"bfloat16": table} if table else {})
     fields = {name: getattr(own, name) for name in Speeds.model_fields}
-    unfused = (source.attention or stack.attention) == "unfused"
-    speeds = StackSpeeds(
-        **fields | {"gemm": gemm_speeds, "attention": attention, "fusion": source.fusion, "unfused": unfused}
-    )
+    speeds = StackSpeeds(**fields | {"gemm": gemm_speeds, "attention": attention, "fusion": source.fusion})
     return hardware.model_copy(update={"speeds": speeds, "host_us": launching(EAGER_US)})
 
 

@@ -14,7 +14,6 @@ from boost.config import traffic
 from boost.models import kernels
 from boost.models.kernels import Kernel
 from boost.parallel.loss import logit_gradient, token_logits
-from boost.plan.shape_tensor import make
 from boost.plan.tracer import ONE_PASS, one_pass
 
 
@@ -45,11 +44,6 @@ def _run(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
     return getattr(_Operations, kernel.name, kernel.function)(*arguments)
 
 
-def _saved(x: Any) -> Any:
-    """A tensor like x, saved by the forward pass."""
-    return make(x, x.shape, "saved")
-
-
 class _Operations:
     """The operations of each kernel by name. See `boost.models.kernels` for the arguments."""
 
@@ -60,8 +54,8 @@ class _Operations:
 
     @staticmethod
     def activated_backward(dh: Any, u: Any, c: Any, silu: bool) -> Any:
-        dz = torch.ops.aten.silu_backward(dh, _saved(u)) if silu else dh
-        return (dz if c is None else (dz * c).to(u.dtype)), _saved(u)
+        dz = torch.ops.aten.silu_backward(dh, u) if silu else dh
+        return (dz if c is None else (dz * c).to(u.dtype)), u
 
     @staticmethod
     def gated(gate: Any, up: Any) -> Any:
@@ -69,7 +63,7 @@ class _Operations:
 
     @staticmethod
     def gated_backward(dy: Any, gate: Any, up: Any) -> Any:
-        return torch.ops.aten.silu_backward(dy * up, gate), dy * _saved(gate)
+        return torch.ops.aten.silu_backward(dy * up, gate), dy * gate
 
     @staticmethod
     def rotated(x: Any, cos: Any, sin: Any, direction: int) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.experiments.colors import color_of
-from benchmarks.experiments.contest import Ratio, bootstrap, in_words, spread, verdict_words
+from benchmarks.experiments.contest import Ratio, at_least, bootstrap, in_words, spread, verdict_words
 from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table
 from benchmarks.experiments.side_by_side import in_ms, shape_of
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA
@@ -94,17 +94,15 @@ def goals(facts: Facts) -> list[Goal]:
         _ratio_goal(facts, "slow", "megatron-sp", name_of(MEGATRON_SP, "halves"), 2.0),
     ]
     against = faster(facts, group, "slow", name_of(BTP_SP, "halves"), name_of(BTP, "halves"))
-    shown, where = f"{in_words(against)} x", _where(facts, group, "slow")
-    found.append(Goal("slow wire: btp-sp against btp", ">= 1.5x", where, shown, against.low >= 1.5))
+    found.append(at_least("slow wire: btp-sp against btp", 1.5, _where(facts, group, "slow"), against))
     return [*found, _hidden_goal(facts, group)]
 
 
 def _ratio_goal(facts: Facts, wire: str, words: str, baseline: str, least: float) -> Goal:
     group = groups_of(facts)[0]
     best = fastest(facts, group, wire, BEST)
-    found, what = faster(facts, group, wire, best, baseline), f"{wire} wire: best low-rank layout against {words}"
-    shown = f"{in_words(found)} x ({best})"
-    return Goal(what, f">= {least:g}x", _where(facts, group, wire), shown, found.low >= least)
+    what, found = f"{wire} wire: best low-rank layout against {words}", faster(facts, group, wire, best, baseline)
+    return at_least(what, least, _where(facts, group, wire), found, f" ({best})")
 
 
 def _halves_goals(facts: Facts, group: str) -> list[Goal]:
@@ -115,9 +113,8 @@ def _halves_goals(facts: Facts, group: str) -> list[Goal]:
         return []
     found = {wire: faster(facts, group, wire, halved, plain) for wire in chosen}
     worst = min(found, key=lambda wire: found[wire].low)
-    shown = f"{in_words(found[worst])} x ({worst}, the worst of {len(found)} wires)"
     what, where = "overlapped halves where the planner chooses them", shape_of(launches_of(facts, group)[0])
-    return [Goal(what, ">= 1x", where, shown, found[worst].low >= 1)]
+    return [at_least(what, 1, where, found[worst], f" ({worst}, the worst of {len(found)} wires)")]
 
 
 def _crossing_goal(facts: Facts, group: str, wire: str, least: float) -> Goal:
@@ -125,9 +122,8 @@ def _crossing_goal(facts: Facts, group: str, wire: str, least: float) -> Goal:
     forms = ([each.name for each in plain_and_halved(form)] for form in (BTP_CP, BTP_SP))
     ours, theirs = (fastest(facts, group, wire, names) for names in forms)
     found = faster(facts, group, wire, ours, theirs)
-    shown = f"{in_words(found)} x ({ours} against {theirs})"
     what = f"many tokens, {wire} wire: btp-cp against btp-sp"
-    return Goal(what, f">= {least:g}x", _where(facts, group, wire), shown, found.low >= least)
+    return at_least(what, least, _where(facts, group, wire), found, f" ({ours} against {theirs})")
 
 
 def _hidden_goal(facts: Facts, group: str) -> Goal:

@@ -33,8 +33,11 @@ from benchmarks.experiments.results import write_numbers
 from benchmarks.experiments.shares import without_the_others
 from boost.config import Config, load
 from boost.config.schema import CompileName, ParallelConfig
+from boost.layouts import layout_spec
 from boost.measure.speed import synchronize
 from boost.measure.steps import Stepper
+from boost.models.kernels import BACKENDS, KERNELS, Kernel, using
+from boost.parallel.loss import logit_gradient, token_logits
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.rundir import environment
 
@@ -57,27 +60,38 @@ class Contest:
     """With several processes, the first runs without the others (`benchmarks.experiments.shares`)."""
 
 
+TINY = ("--model.layers=2", "--train.seq_len=64")
+
+
 def models(args: argparse.Namespace) -> dict[str, Config]:
-    """The models of the contest on one process, and shares of four TP processes."""
+    """The models of the contest on one process."""
     flags = [f"--run.device={args.device}", "--parallel.tp=1"]
     if args.small:
-        tiny = [*flags, "--model.layers=2", "--train.seq_len=64", "--train.micro_batch=2", "--train.global_batch=2"]
-        share = [*tiny[:1], *tiny[2:], "--parallel.tp=4"]
-        return {"demo": load("demo", tiny), "share btp": load("demo", share)} | {
-            "share btp-sp": load("demo", [*share, "--parallel.layout=btp-sp"])
-        }
-    bf16 = [*flags, "--train.compute_dtype=bfloat16"]
-    one = ["--model.layers=4", "--train.micro_batch=4", "--train.global_batch=4"]
-    found = {"cola-350m": load("cola-350m", bf16), "boost-1b, 4 blocks": load("boost-1b", [*bf16, *one])}
-    share = [bf16[0], bf16[2], *one, "--train.seq_len=4096", "--parallel.tp=4", "--parallel.dp=1", "--parallel.pp=1"]
-    for layout in ("btp", "btp-sp"):
-        found[f"share {layout}, 7B, 4 blocks"] = load("boost-7b", [*share, f"--parallel.layout={layout}"])
-    return found
+        return {"demo": load("demo", [*flags, *TINY, *batch(2)])}
+    flags += ["--train.compute_dtype=bfloat16"]
+    four_blocks = load("boost-1b", [*flags, "--model.layers=4", *batch(4)])
+    return {"cola-350m": load("cola-350m", flags), "boost-1b, 4 blocks": four_blocks}
+
+
+def batch(sequences: int) -> list[str]:
+    """A step of one micro-batch."""
+    return [f"--train.micro_batch={sequences}", f"--train.global_batch={sequences}"]
+
+
+def share(args: argparse.Namespace, layout: str, sequences: int) -> Config:
+    """The model of which one of four TP processes runs its share."""
+    flags = [f"--run.device={args.device}", "--parallel.tp=4", f"--parallel.layout={layout}", *batch(sequences)]
+    flags += [] if layout_spec(layout).low_rank else ["--model.family=dense"]
+    if args.small:
+        return load("demo", [*flags, *TINY])
+    flags += ["--model.layers=4", "--train.seq_len=4096", "--parallel.dp=1", "--parallel.pp=1"]
+    return load("boost-7b", [*flags, "--train.compute_dtype=bfloat16"])
 
 
 def build(args: argparse.Namespace) -> Iterator[Contest]:
     """(a) Every value of train.compile, `auto` among them, without and with CUDA graphs."""
-    for name, config in models(args).items():
+    shares = {f"share {layout}": share(args, layout, 2 if args.small else 4) for layout in ("btp", "btp-sp")}
+    for name, config in (models(args) | shares).items():
         contenders = {mode: partial(_ours, config, mode) for mode in MODES}
         contenders |= {f"{mode}, CUDA graph": partial(_ours, config, mode, "on") for mode in MODES if mode != "auto"}
         yield Contest(f"{name}: train.compile", contenders, _sizes(config), config.parallel)
@@ -103,8 +117,6 @@ def _sizes(config: Config) -> dict[str, Any]:
 def peers(args: argparse.Namespace) -> Iterator[Contest]:
     """(b) `auto` against plain modules, transformers' LLaMA and the published CoLA code in ../CoLA."""
     for name, config in models(args).items():
-        if config.parallel.tp > 1:
-            continue
         device = torch.device(args.device)
         for family in ("cola", "dense"):
             each = of_family(config, family)
@@ -273,9 +285,67 @@ def float8(args: argparse.Namespace) -> Iterator[Contest]:
         yield Contest(f"{inner} x {out}", forms, {"tokens": tokens})
 
 
+def layouts(args: argparse.Namespace) -> Iterator[Contest]:
+    """(g) The share of one of four TP processes under every layout: the work between collectives."""
+    for sequences in (1, 4):
+        found = {name: share(args, name, sequences) for name in ("btp", "btp-sp", "btp-cp", "vanilla", "megatron-sp")}
+        contenders = {name: partial(_ours, config, "auto") for name, config in found.items()}
+        yield Contest(f"shares, micro-batch {sequences}", contenders, _sizes(found["btp"]), found["btp"].parallel)
+
+
+def kernels(args: argparse.Namespace) -> Iterator[Contest]:
+    """(h) Every element-wise kernel of the model, eager and compiled. `bytes`: what it must move."""
+    tokens, width = (256, 128) if args.small else (16384, 4096)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    for name, arguments in kernel_arguments(tokens, width, dtype, torch.device(args.device)).items():
+        kernel = KERNELS[name]
+        read = kernel.reads * sum(x.nbytes for x in arguments if isinstance(x, Tensor))
+        contenders = {backend: partial(_kernel, kernel, arguments, backend) for backend in ("eager", "inductor")}
+        moved = read + sum(x.nbytes for x in _kernel(kernel, arguments, "eager")())
+        yield Contest(f"kernel {name}", contenders, {"bytes": moved})
+
+
+def kernel_arguments(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, ...]]:
+    """Arguments of each kernel by its name."""
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device)
+
+    wide = torch.float32
+    x, y, z = (new(tokens, width) for _ in range(3))
+    column, gamma, head_gamma = (new(*shape, dtype=wide) for shape in ((tokens, 1), (width,), (width // 8,)))
+    q, k = (new(4, tokens // 4, 8, width // 8) for _ in range(2))
+    cos, sin = new(tokens // 4, 1, width // 8), new(tokens // 4, 1, width // 16)
+    logits, counted = new(tokens, 2 * width), new(tokens) < 1
+    targets = torch.randint(0, 2 * width, (tokens,), device=device)
+    return {
+        "activated": (x, column, True),
+        "activated_backward": (x, y, column, True),
+        "gated": (x, y),
+        "gated_backward": (x, y, z),
+        "rotated": (q, cos, sin, 1),
+        "normed_heads": (q, k, head_gamma, head_gamma, 1e-6),
+        "scaled_backward": (x, y, column),
+        "row_product": (x, y, wide),
+        "normed": (x, gamma, 1e-6),
+        "normed_backward": (x, y, gamma, column),
+        token_logits.name: (logits, targets, counted),
+        logit_gradient.name: (logits.clone(), logits.float().logsumexp(1), targets, counted, counted),
+    }
+
+
+def _kernel(kernel: Kernel[Any], arguments: tuple[Any, ...], backend: str) -> Call:
+    def call() -> tuple[Tensor, ...]:
+        with torch.no_grad(), using(BACKENDS[backend]):
+            result = kernel(*arguments)
+        return result if isinstance(result, tuple) else (result,)
+
+    return call
+
+
 PIECES: dict[str, Callable[[argparse.Namespace], Iterator[Contest]]] = {
-    "build": build, "peers": peers, "attention": attention, "gemms": gemms, "float8": float8
-}  # fmt: skip
+    function.__name__: function for function in (build, peers, attention, gemms, float8, layouts, kernels)
+}
 
 
 def measure(contest: Contest, args: argparse.Namespace) -> dict[str, Any]:
@@ -298,7 +368,7 @@ def measure(contest: Contest, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def profiled(call: Call, device: torch.device) -> dict[str, float]:
-    """(g) One call under the profiler: seconds of kernels (of operations on CPUs), their number, and peak memory in bytes."""
+    """One call under the profiler: seconds of kernels (of operations on CPUs), their number, and peak memory in bytes."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

@@ -4,8 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu import contest
+from boost.models.kernels import KERNELS
+
+
+def test_every_kernel_of_the_model_is_measured() -> None:
+    arguments = contest.kernel_arguments(8, 32, torch.float32, torch.device("cpu"))
+    assert arguments.keys() == KERNELS.keys()
+    for name, each in arguments.items():
+        KERNELS[name](*each)
 
 
 @pytest.mark.slow

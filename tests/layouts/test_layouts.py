@@ -25,8 +25,9 @@ from tests.matrices import (
     Row,
     chosen,
     config_of,
+    each_value,
+    first,
     ids,
-    one_in,
     pairwise,
     suits,
 )
@@ -36,94 +37,59 @@ HEADS = ((2, 8), (2, 1), (4, 8), (4, 4), (4, 2), (4, 1))
 """(TP size, key/value heads) with 8 heads: as many key/value heads as heads, as many as processes, fewer, and one."""
 
 
-def cell(row: Row) -> tuple[Row, Row]:
-    """(model, parallel) of a row of CELLS."""
-    tp, kv_heads = row["heads"]
-    model = {"family": row["family"], "kv_heads": kv_heads, "layers": 2 if tp == 2 else 1}
-    return model, {**row["layout"], "grouping": row["grouping"], "tp": tp}
-
-
-CELLS = [
-    cell(row)
-    for row in pairwise(
-        {"layout": LAYOUTS, "heads": HEADS, "family": ("svd", "cola", "dense"), "grouping": GROUPING},
-        lambda row: suits(row["family"], row["layout"]),
-    )
-]
-
-
-def crossing_cell(row: Row) -> tuple[Row, Row]:
-    """(model, parallel) of a row of CROSSING."""
-    tp, kv_heads = row["heads"]
-    model = {"family": "lax", "over": row["over"], "gate": row["gate"], "rank": 16, "kv_heads": kv_heads, "layers": 3}
-    return model, {**row["layout"], "grouping": row["grouping"], "tp": tp}
-
-
-CROSSING = [
-    crossing_cell(row)
-    for row in pairwise(
-        {
-            "layout": LOW_RANK_LAYOUTS,
-            "gate": ("identity", "tensor", "dense"),
-            "over": ("svd", "cola"),
-            "grouping": GROUPING,
-            "heads": ((2, 2), (4, 1)),
-        }
-    )
-]
+CELLS = pairwise(
+    {"layout": LAYOUTS, "heads": HEADS, "family": ("svd", "cola", "dense"), "grouping": GROUPING},
+    lambda row: suits(row["family"], row["layout"]),
+)
+CROSSING = pairwise(
+    {
+        "layout": LOW_RANK_LAYOUTS,
+        "gate": ("identity", "tensor", "dense"),
+        "over": ("svd", "cola"),
+        "grouping": GROUPING,
+        "heads": ((2, 2), (4, 1)),
+    }
+)
 """Latents passed from block to block. vanilla shards them, and also the four rows of a tensor gate of 16 = 4 x 4."""
+
+
+def require_cell(row: Row, **model: Any) -> None:
+    tp, kv_heads = row["heads"]
+    parallel = {**row["layout"], "grouping": row["grouping"]}
+    require_one_process(config_of({"kv_heads": kv_heads, **model}, parallel, tp, "float64", train={"global_batch": 2}))
+
+
+@pytest.mark.parametrize("row", each_value(CELLS, ids([(row,) for row in CELLS])))
+@pytest.mark.slow
+def test_a_layout_is_the_single_process_function(row: Row) -> None:
+    require_cell(row, family=row["family"], layers=2 if row["heads"][0] == 2 else 1)
+
+
+@pytest.mark.parametrize("row", first(4, CROSSING, ids([(row,) for row in CROSSING])))
+@pytest.mark.slow
+def test_latents_cross_blocks_as_on_one_process(row: Row) -> None:
+    require_cell(row, family="lax", over=row["over"], gate=row["gate"], rank=16, layers=3)
+
+
 RANKS = [
-    ({"family": "cola", "ranks": {"attn": 10, "mlp": 12}, "mlp_silu": False}, {"layout": "btp", "tp": 2}),
+    ({"family": "cola", "ranks": {"attn": 10, "mlp": 12}, "mlp_silu": False}, {"layout": "btp"}),
+    ({"family": "cola", "ranks": {"mlp.gate": 4, "layers.0.mlp.gate": 12}}, {"layout": "vanilla"}),
+    ({"family": "lax", "gate": "dense", "ranks": {"attn": 12, "attn.v": 6}}, {"layout": "vanilla"}),
     (
         {"family": "svd", "ranks": {"attn": 10, "layers.1.attn.q": 4}, "factor_init": "spectral"},
-        {"layout": "btp-sp", "tp": 2},
+        {"layout": "btp-sp"},
     ),
-    ({"family": "cola", "ranks": {"mlp.gate": 4, "layers.0.mlp.gate": 12}}, {"layout": "vanilla", "tp": 2}),
-    ({"family": "lax", "gate": "tensor", "ranks": {"attn": 9, "attn.v": 6}}, {"layout": "btp-sp", "tp": 2}),
-    ({"family": "lax", "gate": "dense", "ranks": {"attn": 12, "attn.v": 6}}, {"layout": "vanilla", "tp": 2}),
-    ({"family": "lax", "ranks": {"attn.k": 6}}, {"layout": "btp", "tp": 2, "grouping": False}),
+    ({"family": "lax", "gate": "tensor", "ranks": {"attn": 9, "attn.v": 6}}, {"layout": "btp-sp"}),
+    ({"family": "lax", "ranks": {"attn.k": 6}}, {"layout": "btp", "grouping": False}),
+    *(({"family": "cola", "kv_heads": 4, "ranks": {"kv": 4}}, layout) for layout in LOW_RANK_LAYOUTS),
 ]
-"""Linears of different ranks in one group."""
-KV = [
-    ({"family": "cola", "kv_heads": 4, "ranks": {"kv": 4}}, {**layout, "tp": 4 if number % 2 else 2})
-    for number, layout in enumerate(LOW_RANK_LAYOUTS)
-]
-"""A smaller rank for keys and values, with grouped heads."""
-EVERY = [
-    *chosen(
-        [
-            "cola-1-2-btp-online-False-2",
-            "svd-8-1-btp-sync-False-4",
-            "dense-8-2-ulysses-False-2",
-            "dense-1-2-megatron-True-2",
-            "svd-4-1-btp-sp-False-4",
-            "svd-2-1-btp-cp-True-4",
-            "cola-8-2-vanilla-published-True-2",
-            "dense-8-1-megatron-sp-True-4",
-            "svd-1-2-ulysses-True-2",
-        ],
-        CELLS,
-        ids(CELLS),
-    ),
-    *chosen(
-        [
-            "lax-svd-dense-16-1-3-btp-sync-True-4",
-            "lax-cola-tensor-16-2-3-btp-cp-True-2",
-            "lax-cola-tensor-16-1-3-vanilla-False-4",
-            "lax-svd-identity-16-2-3-vanilla-published-True-2",
-        ],
-        CROSSING,
-        ids(CROSSING),
-    ),
-    *one_in(2, RANKS, ids(RANKS)),
-    *chosen([], KV, ids(KV)),
-]
+"""Linears of different ranks in one group; a smaller rank for keys and values, with grouped heads."""
 
 
-@pytest.mark.parametrize(("model", "parallel"), EVERY)
+@pytest.mark.parametrize(("model", "parallel"), first(3, RANKS, ids(RANKS)))
 @pytest.mark.slow
-def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel: dict[str, Any]) -> None:
-    require_one_process(config_of(model, parallel, parallel["tp"], "float64", train={"global_batch": 2}))
+def test_linears_of_several_ranks(model: Row, parallel: Row) -> None:
+    require_one_process(config_of(model, parallel, 2, "float64", train={"global_batch": 2}))
 
 
 OF_EACH_STREAM = chosen(
@@ -261,26 +227,6 @@ def test_one_process_issues_no_collective_and_copies_no_weight() -> None:
     group = decoder.blocks[0].qkv
     stored = [group.B_q, group.B_k, group.B_v]
     assert [used.data_ptr() for used in group.weights()] == [weight.data_ptr() for weight in stored]
-
-
-def logits_of_prompt(config: Config) -> torch.Tensor:
-    decoder, _ = toy.toy_decoder(config)
-    tokens, _ = toy.toy_tokens(config)
-    caches = decoder.make_caches(2, 16)
-    decoder.next_logits(tokens[:, :7], caches)
-    return decoder.next_logits(tokens[:, 7:8], caches)
-
-
-GENERATING = [(*each, tp) for each in ONE_EACH for tp in (2, 4)]
-
-
-@pytest.mark.parametrize(("model", "parallel", "tp"), one_in(3, GENERATING, ids(GENERATING)))
-@pytest.mark.slow
-def test_a_layout_generates_from_the_same_logits(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
-    config = config_of({**model, "kv_heads": 2}, parallel, tp, "float64")
-    expected = logits_of_prompt(toy.single(config))
-    for actual in run_distributed(tp, logits_of_prompt, config):
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def documents_loss(config: Config) -> float:

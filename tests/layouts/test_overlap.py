@@ -26,9 +26,10 @@ from tests.matrices import (
     LOW_RANK_LAYOUTS,
     ONE_EACH,
     Row,
-    chosen,
     config_of,
+    each_value,
     family_of,
+    first,
     ids,
     memory_config,
     pairwise,
@@ -45,111 +46,69 @@ def is_legal(row: Row) -> bool:
     return suits(row["family"], row["layout"]) and row["policy"] in ("none", *policies(row["family"], row["layout"]))
 
 
-def cell(row: Row) -> tuple[Row, Row, str]:
-    """(model, parallel, recompute)."""
-    tp, kv_heads = row["heads"]
-    model = {"family": row["family"], "kv_heads": kv_heads, "layers": 2}
-    if row["family"] == "lax":
-        model |= {"gate": "dense", "rank": 16}
-    return model, {**row["layout"], **HALVES, "grouping": row["grouping"], "tp": tp}, row["policy"]
-
-
-CELLS = [
-    cell(row)
-    for row in pairwise(
-        {
-            "layout": LAYOUTS,
-            "family": ("cola", "lax", "dense"),
-            "policy": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
-            "grouping": GROUPING,
-            "heads": ((2, 2), (2, 1), (4, 2)),
-        },
-        is_legal,
-    )
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "parallel", "recompute"),
-    chosen(
-        [
-            "lax-1-2-dense-16-btp-online-halves-False-2-low-rank",
-            "cola-2-2-btp-sync-halves-False-4-low-rank+attention-output",
-            "dense-1-2-ulysses-halves-True-2-full-block",
-            "cola-1-2-btp-sp-halves-False-2-low-rank-sharded",
-            "cola-2-2-btp-cp-halves-True-4-low-rank",
-            "cola-2-2-vanilla-published-halves-True-2-low-rank",
-        ],
-        CELLS,
-        ids(CELLS),
-    ),
+CELLS = pairwise(
+    {
+        "layout": LAYOUTS,
+        "family": ("cola", "lax", "dense"),
+        "policy": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
+        "grouping": GROUPING,
+        "heads": ((2, 2), (2, 1), (4, 2)),
+    },
+    is_legal,
 )
+LAX = {"family": "lax", "gate": "dense", "rank": 16}
+
+
+@pytest.mark.parametrize("row", first(6, CELLS, ids([(row,) for row in CELLS])))
 @pytest.mark.slow
-def test_halves_are_the_same_function(model: Row, parallel: Row, recompute: str) -> None:
-    train = {"global_batch": 2, "recompute": recompute}
-    config = config_of(model, parallel, parallel["tp"], "float64", train=train)
-    require_one_process(config, compare_with_table, 2)
+def test_halves_are_the_same_function(row: Row) -> None:
+    tp, kv_heads = row["heads"]
+    model = {"family": row["family"], "kv_heads": kv_heads, "layers": 2, **(LAX if row["family"] == "lax" else {})}
+    parallel = {**row["layout"], **HALVES, "grouping": row["grouping"]}
+    require_one_process(
+        config_of(model, parallel, tp, "float64", train={"global_batch": 2, "recompute": row["policy"]})
+    )
 
 
-ONE_SEQUENCE = [
-    ({}, {"layout": "btp"}, "none", {}),
-    ({"kv_heads": 1}, {"layout": "btp-sp"}, "low-rank", {}),
-    ({"family": "lax", "gate": "dense", "rank": 16}, {"layout": "btp"}, "low-rank+attention-output", {}),
-    ({}, {"layout": "btp-sp"}, "low-rank-sharded", {"data": {"isolate_documents": True}}),
+ISOLATED = {"data": {"isolate_documents": True}}
+ONE_SEQUENCE: list[tuple[Row, Row, str, Row]] = [
+    (LAX, {"layout": "btp"}, "low-rank+attention-output", {}),
+    ({}, {"layout": "btp-sp"}, "low-rank-sharded", ISOLATED),
     ({}, {"layout": "vanilla"}, "full-block", {}),
-    ({"family": "dense"}, {"layout": "megatron"}, "full-block", {"data": {"isolate_documents": True}}),
     ({}, {"layout": "btp-sp", "pp": 2, "schedule": "interleaved-1f1b"}, "none", {}),
     ({}, {"layout": "btp", "dp": 2, "shard": "full"}, "none", {}),
+    ({}, {"layout": "btp"}, "none", {}),
+    ({"kv_heads": 1}, {"layout": "btp-sp"}, "low-rank", {}),
+    ({"family": "dense"}, {"layout": "megatron"}, "full-block", ISOLATED),
     ({"family": "dense", "kv_heads": 2}, {"layout": "megatron-sp", "tp": 4}, "none", {}),
-    ({}, {"layout": "btp", "pp": 2}, "none", {"data": {"isolate_documents": True}}),
+    ({}, {"layout": "btp", "pp": 2}, "none", ISOLATED),
 ]
-"""(model, parallel, recompute, other sections)."""
+COMBINED: list[tuple[Row, Row, str, Row]] = [
+    ({"family": "lax", "gate": "tensor"}, {"pp": 2, "layout": "btp"}, "none", {}),
+    ({}, {"pp": 2, "layout": "btp-sp", "schedule": "interleaved-1f1b"}, "low-rank", {}),
+    ({}, {"dp": 2, "layout": "btp", "shard": "full"}, "full-block", {}),
+    ({}, {"dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}, "none", {}),
+    ({"family": "dense"}, {"dp": 2, "layout": "megatron-sp", "shard": "optimizer"}, "none", {}),
+    ({}, {"layout": "btp"}, "none", ISOLATED),
+    ({}, {"layout": "vanilla"}, "low-rank", ISOLATED),
+]
+"""(model, parallel, recompute, other sections) with halves of one sequence and of two."""
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel", "recompute", "sections"),
-    chosen(
-        [
-            "lax-dense-16-btp-low-rank+attention-output",
-            "btp-sp-low-rank-sharded-True",
-            "vanilla-full-block",
-            "btp-sp-2-interleaved-1f1b-none",
-            "btp-2-full-none",
-        ],
-        ONE_SEQUENCE,
-        ids(ONE_SEQUENCE),
-    ),
+    ("sequences", "model", "parallel", "recompute", "sections"),
+    [
+        *first(5, [(1, *each) for each in ONE_SEQUENCE], ids(ONE_SEQUENCE)),
+        *first(1, [(2, *each) for each in COMBINED], ids(COMBINED)),
+    ],
 )
 @pytest.mark.slow
-def test_halves_of_one_sequence(model: Row, parallel: Row, recompute: str, sections: dict[str, Any]) -> None:
+def test_halves_with_everything_else(sequences: int, model: Row, parallel: Row, recompute: str, sections: Row) -> None:
     parallel = {"tp": 2, **HALVES, **parallel}
-    train = {"micro_batch": 1, "global_batch": 2, "recompute": recompute}
-    layers = 4 if parallel.get("schedule") else 2  # two stages per process
-    config = toy.toy_config(model={"layers": layers, **model}, parallel=parallel, train=train, **sections)
+    train = {"micro_batch": sequences, "global_batch": 4 * parallel.get("dp", 1), "recompute": recompute}
+    config = toy.toy_config(model={"layers": 4, **model}, parallel=parallel, train=train, **sections)
     whole = config.parallel.world_size == config.parallel.tp
-    require_one_process(config, compare_with_table if whole else compare, 2)
-
-
-COMBINED = [
-    ({"pp": 2, "tp": 2, "layout": "btp"}, {"family": "lax", "gate": "tensor"}, {}),
-    ({"pp": 2, "tp": 2, "layout": "btp-sp", "schedule": "interleaved-1f1b"}, {}, {"train": {"recompute": "low-rank"}}),
-    ({"dp": 2, "tp": 2, "layout": "btp", "shard": "full"}, {}, {"train": {"recompute": "full-block"}}),
-    ({"dp": 2, "tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}, {}, {}),
-    ({"dp": 2, "tp": 2, "layout": "megatron-sp", "shard": "optimizer"}, {"family": "dense"}, {}),
-    ({"tp": 2, "layout": "btp"}, {}, {"data": {"isolate_documents": True}}),
-    ({"tp": 2, "layout": "vanilla"}, {}, {"data": {"isolate_documents": True}, "train": {"recompute": "low-rank"}}),
-]
-"""(parallel, model, other sections)."""
-
-
-@pytest.mark.parametrize(("parallel", "model", "sections"), chosen(["2-2-btp-lax-tensor"], COMBINED, ids(COMBINED)))
-@pytest.mark.slow
-def test_halves_with_everything_else(parallel: Row, model: Row, sections: dict[str, Any]) -> None:
-    train = {"micro_batch": 2, "global_batch": 4 * parallel.get("dp", 1), **sections.get("train", {})}
-    config = toy.toy_config(
-        model={"layers": 4, **model}, parallel={**parallel, **HALVES}, **{**sections, "train": train}
-    )
-    require_one_process(config, compare)
+    require_one_process(config, compare_with_table if whole else compare)
 
 
 class Timeline(TorchDispatchMode):
@@ -252,24 +211,9 @@ MEMORY = pairwise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "policy", "sequences"),
-    chosen(
-        [
-            "({'layout': 'btp', 'norm': 'online'}, 'low-rank', 2)",
-            "({'layout': 'btp', 'norm': 'sync'}, 'none', 2)",
-            "({'layout': 'btp-sp'}, 'full-block', 1)",
-            "({'layout': 'btp-cp'}, 'none', 1)",
-            "({'layout': 'vanilla'}, 'low-rank', 2)",
-            "({'layout': 'vanilla', 'vanilla': 'published'}, 'none', 1)",
-            "({'layout': 'ulysses'}, 'low-rank', 2)",
-            "({'layout': 'megatron-sp'}, 'full-block', 2)",
-        ],
-        [tuple(row.values()) for row in MEMORY],
-    ),
-)
-def test_memory_of_halves_is_predicted(layout: Row, policy: str, sequences: int) -> None:
-    config = halved(layout, policy, sequences)
+@pytest.mark.parametrize("row", each_value(MEMORY, ids([(row,) for row in MEMORY])))
+def test_memory_of_halves_is_predicted(row: Row) -> None:
+    layout, config = row["layout"], halved(row["layout"], row["policy"], row["sequences"])
     seen, predicted = measure(config), memory(config)
     assert {c: n for c, n in predicted.by_category.items() if c in seen.activations} == seen.activations
     if not layout_spec(

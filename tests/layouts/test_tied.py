@@ -52,15 +52,9 @@ MESHES: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("parallel", first(7, EACH, ids([(row,) for row in EACH])))
-def test_every_layout_is_one_process(parallel: Row) -> None:
+@pytest.mark.parametrize("parallel", [*first(7, EACH), *first(7, MESHES)])
+def test_every_layout_and_mesh_is_one_process(parallel: Row) -> None:
     require_one_process(config_of(parallel))
-
-
-@pytest.mark.parametrize("parallel", first(7, MESHES, ids([(row,) for row in MESHES])))
-def test_every_mesh_is_one_process(parallel: Row) -> None:
-    config = config_of(parallel)
-    require_one_process(config)
 
 
 def test_one_table_has_the_sum_of_both_gradients() -> None:

@@ -18,7 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from benchmarks.experiments.shares import without_the_others
-from benchmarks.gpu.kernels import arguments_of
+from benchmarks.gpu.contest import kernel_arguments
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig, RunConfig
@@ -253,7 +253,7 @@ def reductions() -> None:
     CachingAutotuner.__init__ = init  # type: ignore[method-assign]
     kernels.use("inductor")
     with torch.no_grad():
-        for name, arguments in arguments_of(16384, 4096, torch.bfloat16, GPU).items():
+        for name, arguments in kernel_arguments(16384, 4096, torch.bfloat16, GPU).items():
             kernels.KERNELS[name](*arguments)
     print(made)
     assert len(made) >= 5 and all(candidates == 1 for _, candidates in made), made

@@ -105,20 +105,6 @@ def test_a_ratio_is_of_the_same_round() -> None:
         ratio([1.0] * 7, [1.0] * 8)
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With noisy rounds: in 200 runs, the true ratio 1.3 is inside the interval in about 95 % of them."""
-    monkeypatch.setattr(contest, "RESAMPLES", 1000)
-    rng = np.random.default_rng(1)
-    inside, widths = 0, []
-    for _ in range(200):
-        under = rng.lognormal(0, 0.1, 25)
-        found = ratio(1.3 * under * rng.lognormal(0, 0.05, 25), under)
-        inside += found.low <= 1.3 <= found.high
-        widths.append(found.high - found.low)
-    assert 0.88 <= inside / 200 <= 0.995
-    assert 0.02 < np.median(widths) < 0.2
-
-
 def test_launches_that_differ_widen_the_interval() -> None:
     """Rounds agree within a launch, launches differ: as 75 independent rounds, the interval would be far too narrow."""
     rng = np.random.default_rng(2)
@@ -132,20 +118,6 @@ def test_launches_that_differ_widen_the_interval() -> None:
     assert spread(over) == spread(contest.pooled(over))
     quartiles = spread([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (quartiles.low, quartiles.median, quartiles.high, quartiles.rounds) == (2, 3, 4, 5)
-
-
-def test_the_truth_is_inside_with_launches_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten launches whose speed ratio varies by 3 %. A hierarchical bootstrap of few launches is known to be a little too narrow."""
-    monkeypatch.setattr(contest, "RESAMPLES", 1000)  # enough for whether a number is inside
-    rng = np.random.default_rng(3)
-    inside = pooled = 0
-    for _ in range(120):
-        under = rng.lognormal(0, 0.1, (10, 9))
-        over = 1.3 * under * rng.lognormal(0, 0.03, (10, 1)) * rng.lognormal(0, 0.02, (10, 9))
-        found, flat = ratio(over.tolist(), under.tolist()), ratio(over.reshape(-1), under.reshape(-1))
-        inside += found.low <= 1.3 <= found.high
-        pooled += flat.low <= 1.3 <= flat.high
-    assert inside / 120 > 0.85 > pooled / 120
 
 
 def test_the_interval_follows_a_skewed_statistic() -> None:
@@ -177,6 +149,11 @@ def test_a_statistic_may_be_infinite_without_one_launch() -> None:
 
     found = contest.bootstrap(per_time, [[1.0] * 7, [1.0] * 7, [0.0] * 7])
     assert (found.low, found.value, found.high) == (2.0, pytest.approx(6.0), np.inf)
+
+
+def test_the_lower_end_decides_a_goal() -> None:
+    goal = contest.at_least("what", 1.5, "here", contest.Ratio(1.6, 1.4, 1.7), " (btp)")
+    assert (goal.figure, goal.found, goal.met) == (">= 1.5x", "1.60 (1.40 to 1.70) x (btp)", False)
 
 
 def test_five_numbers() -> None:

@@ -48,12 +48,6 @@ def test_the_same_function_agrees_and_another_does_not(monkeypatch: pytest.Monke
     assert min(official.compare(config).values()) > 1e-4
 
 
-def test_loro_compares_products() -> None:
-    a, b = torch.randn(2, 3), torch.randn(4, 2)
-    products = official._products({"layers.0.attn.q.A": a, "layers.0.attn.q.B": b, "embed": a})
-    assert products.keys() == {"layers.0.attn.q", "embed"} and torch.equal(products["layers.0.attn.q"], b @ a)
-
-
 def test_a_missing_clone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["official", "--cola", str(tmp_path)]) == 2
     assert f"--cola = '{tmp_path}' has no folder 'cola'" in capsys.readouterr().err

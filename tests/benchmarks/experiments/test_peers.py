@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.experiments.peers import HF, peers
+from benchmarks.experiments.peers import HF, of_family, peers
 from boost.config import Config
-from boost.config.load import change, from_tree
 from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -21,12 +20,6 @@ def ours(config: Config, steps: int) -> list[tuple[float, float]]:
         assert stepper.stats is not None
         found.append((stepper.stats.loss, stepper.stats.gradient_norm))
     return found
-
-
-def of_family(config: Config, family: Any) -> Config:
-    tree = config.model_dump()
-    change(tree, {"model.family": family})
-    return from_tree({**tree, "parallel": {}})
 
 
 def all_peers(config: Config, tp: int, steps: int) -> tuple[dict[str, list[tuple[float, ...]]], dict[str, str]]:

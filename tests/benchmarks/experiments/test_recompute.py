@@ -14,16 +14,6 @@ def rows_of(kept: dict[str, int], seconds: dict[str, list[float]]) -> list[dict[
     return [{**shared, "policy": p, "kept_bytes": kept[p], "seconds": each} for p, each in seconds.items()]
 
 
-def test_rates_are_of_paired_differences() -> None:
-    """One of three rounds was slow for all policies, which does not affect the difference to `none` in the same round."""
-    seconds = {"none": [1.0, 3.0, 1.0], "low-rank": [1.5, 3.5, 1.5], "full-block": [2.0, 4.0, 2.5]}
-    none, low_rank, full = recompute.added_times(rows_of(KEPT, seconds))
-    assert (none.added_s, none.saved_bytes, none.against_full_block) == (0, 0, 0)
-    assert (low_rank.added_s, low_rank.saved_per_added) == (0.5, 1200)
-    assert low_rank.against_full_block == pytest.approx(1200 / 900)
-    assert full.against_full_block == 1 and full.against_full_block_interval is None
-
-
 def test_the_interval_of_memory_saved_per_added_time_is_of_rounds() -> None:
     kept = KEPT
     seconds = {"none": [1.0] * 7, "low-rank": [1.5] * 7, "full-block": [2.0] * 7}

@@ -48,26 +48,3 @@ def test_both_parts(words: list[str], tmp_path: Path) -> None:
     shown = out.with_suffix(".md").read_text()
     assert f"| healed | {healed['parameters']:,} | " in shown and f"| {healed['perplexity']:.2f} | " in shown
     assert "trains at " in shown and "| transformers LLaMA | " in shown
-
-
-def facts(seconds: dict[str, list[float]]) -> Facts:
-    parameters = dict.fromkeys(seconds, 1e6)
-    return {
-        "rounds": 7, "threads": 2, "load": 0.5, "tokens": 1024, "seq_len": 256, "parameters": parameters,
-        "flops_per_token": {"healed, BOOST": 50, "transformers LLaMA": 100}, "contest": {"seconds": seconds},
-    }  # fmt: skip
-
-
-def test_speed_is_a_ratio_within_rounds() -> None:
-    slow = [1.0, 1.0, 3.0, 1.0, 1.0, 3.0, 1.0]
-    seconds = {"healed, BOOST": slow, "transformers LLaMA": [1.5 * each for each in slow]}
-    measured = {"quality": None, "speed": facts(seconds)}
-    section = smollm2.section(measured)
-    said, table = section.parts
-    assert "trains at 1.50 (1.50 to 1.50) times the tokens/s" in str(said)
-    assert [row[3:] for row in table.rows] == [
-        ("1,024", "1.50 (1.50 to 1.50)", "2.00"),
-        ("683", "1.00 (1.00 to 1.00)", "1.00"),
-    ]
-    (goal,) = smollm2.goals(measured)
-    assert goal.met and goal.found == "1.50 (1.50 to 1.50)x" and smollm2.goals({"speed": None}) == []
