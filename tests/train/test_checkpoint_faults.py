@@ -15,9 +15,10 @@ from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint
-from boost.train.checkpoint.write import retry_waits, write_snapshot
+from boost.train.checkpoint.write import write_snapshot
 from boost.train.loop import Trainer
 from boost.train.resume import resume_candidates
+from boost.train.saves import retry_waits
 from tests import toy
 from tests.distributed import run_distributed
 from tests.train.runs import Do, Warnings, fitted, make_config, make_trainer, small_disk
@@ -287,7 +288,7 @@ def test_a_full_disk_costs_the_save_only(store: Path, tmp_path: Path, background
 
         warnings = FreeAtTheEnd()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("boost.train.checkpoint.write.FIRST_WAIT_S", 0.1)
+            patch.setattr("boost.train.saves.FIRST_WAIT_S", 0.1)
             trainer = fitted(config, Do("after_step", 2, fill), warnings)
         full = [w for w in warnings.seen if "No space left on device" in w]
         assert len(full) >= 3 and sum("training continues" in w for w in full) == 2
