@@ -25,7 +25,7 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.train.commands import LIMIT_S, ForkedPython, boost_command, toml
 from tests.train.reads import failing
-from tests.train.runs import Do, Warnings, fitted, losses, make_config, make_trainer, request_stop
+from tests.train.runs import Do, Warnings, fitted, losses, make_config, make_trainer, request_stop, started
 
 MESHES: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
@@ -161,8 +161,7 @@ def resume_hiding(config: Config, path: str) -> tuple[int, list[str], float]:
 
 def save_from_different_steps(config: Config, background: bool) -> str:
     """Process 1 has resumed from an earlier step than process 0, as if by another decision. Returns the error of the next save."""
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
     trainer.position = Position(6 - trainer.mesh.rank, 768)
     try:
         trainer.save(wait=not background)

@@ -21,7 +21,7 @@ from boost.train.resume import resume_candidates
 from boost.train.saves import retry_waits
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import Do, Warnings, fitted, make_config, make_trainer, small_disk
+from tests.train.runs import Do, Warnings, fitted, make_config, make_trainer, small_disk, started
 from tests.train.saves import load, mesh_config, save, save_at
 from tests.trained import Trained
 
@@ -95,8 +95,7 @@ def test_a_step_folder_without_a_manifest_is_named_and_never_overwritten(store: 
     (newest / "manifest.json").unlink()
     before = {p.name: p.read_bytes() for p in (newest / "tensors").iterdir()}
     warnings = Warnings()
-    trainer = make_trainer(config, warnings)
-    trainer.start(resume_candidates("auto", trainer.run))
+    trainer = started(config, warnings, resume="auto")
     assert trainer.position.step == 4
     assert len(trainer.warnings) == 1 and "step-00000006' is not complete: manifest.json" in trainer.warnings[0]
     trainer.fit()
@@ -254,8 +253,7 @@ def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, mon
 
         monkeypatch.setattr("boost.train.checkpoint.write.write_snapshot", refuse)
 
-    trainer = make_trainer(config, Do("after_step", 5, fill))
-    trainer.start([])
+    trainer = started(config, Do("after_step", 5, fill))
     result = trainer.fit()
     fallback = ckpt.fallback_folder(config)
     assert fallback == tmp_path / "spare" / (tmp_path / "run").relative_to("/") / "checkpoints"

@@ -26,7 +26,7 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import chosen, one_in
 from tests.recorded import recorded_graphs
-from tests.train.runs import RATE, losses, make_config, make_trainer, mask_step
+from tests.train.runs import RATE, losses, make_config, make_trainer, mask_step, started
 
 MODES = ("usual", "tensors", "ahead", "graphs")
 """As on CPUs; updates launched from tensors; the passes of the next step ahead of the numbers, as on GPUs; and those captured."""
@@ -261,8 +261,7 @@ def test_the_order_of_events_ahead(store: Path, tmp_path: Path) -> None:
 
 def losses_after_a_load(config: Config) -> list[tuple[float, float]]:
     """(loss, held-out loss) with initial weights, and after reloading them following an evaluation of others."""
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
     saved = trainer.save()
     found = []
     for _ in range(2):
