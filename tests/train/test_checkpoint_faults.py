@@ -15,7 +15,6 @@ from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint
-from boost.train.checkpoint.write import write_snapshot
 from boost.train.loop import Trainer
 from boost.train.resume import resume_candidates
 from boost.train.saves import retry_waits
@@ -238,31 +237,6 @@ def test_the_last_save_goes_elsewhere(disk: Disk, urgent: bool) -> None:
     assert disk.said[1].startswith("not saved in '/spare") and "free disk space; retry 1 of" in disk.said[2]
     with pytest.raises(StorageError, match="not saved in '.*run/checkpoints'"):
         disk.last_save(minutes=0, urgent=urgent, fallback=True, run=1, elsewhere=1)
-
-
-def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = {"save_retry_minutes": 0.0, "fallback_dir": str(tmp_path / "spare")}
-    config = make_config(store, tmp_path / "run", train={"save_every": 2, "steps": 5}, run=run)
-    full = tmp_path / "run/checkpoints"
-
-    def fill(trainer: Trainer) -> None:
-        def refuse(folder: Path, *rest: Any) -> SavedCheckpoint:
-            if folder == full:
-                raise StorageError("No space left on device")
-            return write_snapshot(folder, *rest)
-
-        monkeypatch.setattr("boost.train.checkpoint.write.write_snapshot", refuse)
-
-    trainer = started(config, Do("after_step", 5, fill))
-    result = trainer.fit()
-    fallback = ckpt.fallback_folder(config)
-    assert fallback == tmp_path / "spare" / (tmp_path / "run").relative_to("/") / "checkpoints"
-    assert result.checkpoint == fallback / "step-00000005"
-    trainer = make_trainer(config)
-    trainer.start(resume_candidates("auto", trainer.run, fallback))
-    assert trainer.position.step == 5
-    trainer.start(resume_candidates(str(full / "step-00000002"), trainer.run, fallback))
-    assert [p.name for p in ckpt.complete_checkpoints(fallback)] == [], "superseded there too"
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["here", "background"])
