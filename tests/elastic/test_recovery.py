@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
 from boost.train.replicas import Mismatch, ReplicaReport
 from boost.train.run import train_process
+from boost.train.signals import StopRequest
 from tests import toy
 from tests.data.chats import chat_store_in
 from tests.train.commands import LIMIT_S, QUIET, Command, saved_steps, training
@@ -384,6 +386,25 @@ def test_the_run_saves_and_ends_when_its_launcher_is_killed(store: Path, tmp_pat
     # Each process notices by itself; the main one may hear of it from another first.
     assert end["reason"] in ("SIGTERM", "a signal to another process") and saved_steps(command.run) == [end["step"]]
     assert not list(command.shared.glob("boost-launch-*"))
+
+
+def stops_when_told() -> int:
+    with StopRequest() as request:
+        while not request.requested:
+            time.sleep(0.01)
+    return 0
+
+
+def test_a_signal_while_the_replicas_start_reaches_all_of_them(tmp_path: Path) -> None:
+    def supervise(folder: Path, start: Callable[[int], None], *rest: Any) -> dict[int, int]:
+        def start_and_signal(rank: int) -> None:
+            start(rank)
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return Supervisor(((0,), (1,)), restarts=0).supervise(folder, start_and_signal, *rest)
+
+    assert launched(stops_when_told, (), 2, tmp_path, supervise) == 0
 
 
 def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> int:
