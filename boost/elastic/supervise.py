@@ -6,7 +6,7 @@ import operator
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,8 +47,8 @@ class Supervisor:
     def supervise(
         self,
         folder: Path,
-        start: Callable[[int], BaseProcess],
-        processes: list[BaseProcess],
+        start: Callable[[int], None],
+        processes: Mapping[int, BaseProcess],
         received: Sequence[int],
         aborted: Callable[[], bool],
     ) -> dict[int, int]:
@@ -60,11 +60,10 @@ class Supervisor:
         """
         self._folder, self._start, self._processes = folder, start, processes
         self._coordinator = Coordinator(file_store(folder / "members"), len(self._replicas), len(self._replicas[0]))
-        processes[:] = [None] * sum(map(len, self._replicas))  # type: ignore[list-item]
         for replica in range(len(self._replicas)):
             self._start_replica(replica)
         complete_at: float | None = None
-        while running := [process for process in processes if process.exitcode is None]:
+        while running := [process for process in processes.values() if process.exitcode is None]:
             connection.wait([process.sentinel for process in running], POLL_S)
             if aborted():
                 return self._failed
@@ -80,7 +79,7 @@ class Supervisor:
                 ):
                     self._collect_failures()
                     return self._failed
-            if complete_at is None and any(process.exitcode == 0 for process in processes):
+            if complete_at is None and any(process.exitcode == 0 for process in processes.values()):
                 complete_at = time.monotonic()
             is_ending = complete_at is not None or any(number in STOP_SIGNALS for number in received)
             for replica, when in list(self._due.items()):
@@ -91,7 +90,7 @@ class Supervisor:
                 break
         for replica in range(len(self._replicas)):
             self._check(replica)
-        complete = any(process.exitcode == 0 for process in processes)
+        complete = any(process.exitcode == 0 for process in processes.values())
         return {} if complete else self._failed
 
     def _incarnation(self, replica: int) -> str:
@@ -105,7 +104,7 @@ class Supervisor:
                 for name in (f"report{rank}.json", f"code{rank}"):
                     (self._folder / name).unlink(missing_ok=True)
                 self._failed.pop(rank, None)
-                self._processes[rank] = self._start(rank)
+                self._start(rank)
         finally:
             del os.environ[INCARNATION]
 
@@ -141,9 +140,9 @@ class Supervisor:
     def _collect_failures(self) -> None:
         """Waits briefly for the other processes to exit and adds their failures: one of the reports may name the cause."""
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and any(process.exitcode is None for process in self._processes):
+        while time.monotonic() < deadline and any(process.exitcode is None for process in self._processes.values()):
             time.sleep(POLL_S)
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             if process.exitcode:
                 self._failed[rank] = process.exitcode
         for report in read_reports(self._folder):

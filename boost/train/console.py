@@ -4,11 +4,10 @@
 """
 
 import math
-import sys
 import time
-from typing import Self, TextIO
 
 from rich.console import Console as RichConsole
+from rich.progress import Progress
 
 from boost.config.architecture import parameter_count
 from boost.format import format_bytes, format_count, format_duration, format_percent, format_rate
@@ -22,98 +21,61 @@ MFU_MIN_WIDTH = 100
 """Minimum terminal width, in columns, at which the bar includes MFU."""
 
 
-class PlainConsole:
-    """Plain lines for a file or a pipe: the first step, every `log_every`-th step, and the last step. A context manager."""
+class ConsoleHook(Hook):
+    """Prints a summary of the run at the start, and then steps, evaluations and warnings.
 
-    def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
-        self._total, self._every, self._out = total_steps, log_every, out
-        self._first = start_step + 1
+    On a terminal, steps move a bar at the bottom, and everything else scrolls above it. Elsewhere, it prints plain lines for the
+    first step, every train.log_every-th step, and the last step.
+    """
+
+    main_only = True
+
+    def __init__(self, terminal: RichConsole | None = None) -> None:
+        """`terminal`: by default, stdout."""
+        self._terminal = terminal or RichConsole()
+        self._start: TrainStart | None = None
+        self._bar: Progress | None = None
         self._timed: tuple[int, float] | None = None
         """The first step and its end time. That step starts threads, allocates and compiles, so time is measured from its end."""
 
-    def __enter__(self) -> Self:
-        return self
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+        self._start = event
+        if self._terminal.is_terminal:
+            self._bar = make_bar(self._terminal)
+            self._task = self._bar.add_task("train", total=event.total_steps, completed=event.step, stats="")
+            self._bar.start()
+            live_bars.append(self._bar)
+        for line in _introduction(trainer):
+            self._note(line)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        assert self._start is not None
+        metrics, total, first = event.metrics, self._start.total_steps, self._start.step + 1
+        eta = self._eta(metrics, total)
+        if self._bar is None:
+            if metrics.step in (first, total) or metrics.step % trainer.config.train.log_every == 0:
+                self._note(step_line(metrics, total, eta))
+            return
+        # Shorter than `step_line`: shows memory and MFU only if the terminal is wide enough.
+        width = self._terminal.width
+        name = "loss" if metrics.cross_entropy is None else "distillation loss"
+        words = [f"{name} {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
+        words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH and not math.isnan(metrics.mfu))
+        words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)
+        words += [f"eta {format_duration(eta)}"]
+        self._bar.update(self._task, completed=metrics.step, stats=" ".join(words))
 
-    def step(self, metrics: StepMetrics) -> None:
-        eta = self.eta(metrics)
-        if metrics.step in (self._first, self._total) or metrics.step % self._every == 0:
-            self.note(step_line(metrics, self._total, eta))
-
-    def eta(self, metrics: StepMetrics) -> float:
+    def _eta(self, metrics: StepMetrics, total: int) -> float:
         """Estimated seconds until the last step. Includes evaluations and checkpoints, but not the slow first step."""
         now = time.monotonic()
         if self._timed is None:
             self._timed = metrics.step, now
         step, then = self._timed
         pace = (now - then) / (metrics.step - step) if metrics.step > step else metrics.seconds
-        return pace * (self._total - metrics.step)
-
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        self.note(evaluation_line(metrics, self._total))
-
-    def note(self, text: str) -> None:
-        print(printable(text), file=self._out or sys.stdout, flush=True)
-
-    def close(self) -> None:
-        """Restores the terminal."""
-
-
-class BarConsole(PlainConsole):
-    """A live bar at the bottom of a terminal, with evaluations and notes scrolling above it."""
-
-    def __init__(self, total_steps: int, start_step: int, rich_console: RichConsole | None = None) -> None:
-        super().__init__(total_steps, start_step, log_every=1)
-        self._bar = make_bar(rich_console)
-        self._task = self._bar.add_task("train", total=total_steps, completed=start_step, stats="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        live_bars.append(self._bar)
-        return self
-
-    def step(self, metrics: StepMetrics) -> None:
-        # Shorter than `step_line`: shows memory and MFU only if the terminal is wide enough.
-        width = self._bar.console.width
-        name = "loss" if metrics.cross_entropy is None else "distillation loss"
-        words = [f"{name} {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
-        words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH and not math.isnan(metrics.mfu))
-        words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)
-        words += [f"eta {format_duration(self.eta(metrics))}"]
-        self._bar.update(self._task, completed=metrics.step, stats=" ".join(words))
-
-    def note(self, text: str) -> None:
-        self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._bar.stop()
-        if self._bar in live_bars:
-            live_bars.remove(self._bar)
-
-
-class ConsoleHook(Hook):
-    """Prints a summary of the run at the start, and then steps, evaluations and warnings."""
-
-    main_only = True
-
-    def __init__(self) -> None:
-        self._console: PlainConsole | None = None
-
-    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
-        self._console = make_console(event.total_steps, event.step, trainer.config.train.log_every)
-        self._console.__enter__()
-        for line in _introduction(trainer):
-            self._note(line)
-
-    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        if self._console:
-            self._console.step(event.metrics)
+        return pace * (total - metrics.step)
 
     def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
-        if self._console:
-            self._console.evaluation(event.metrics)
+        self._note(evaluation_line(event.metrics, trainer.config.train.steps))
 
     def on_event(self, trainer: Trainer, event: RunEvent) -> None:
         self._note(event.line())
@@ -122,12 +84,15 @@ class ConsoleHook(Hook):
         self._note(f"warning: {text}")
 
     def teardown(self, trainer: Trainer) -> None:
-        if self._console:
-            self._console.close()
+        if self._bar in live_bars:
+            self._bar.stop()
+            live_bars.remove(self._bar)
 
     def _note(self, text: str) -> None:
-        if self._console:  # the introduction includes warnings from before the first step
-            self._console.note(text)
+        if self._bar is not None:
+            self._bar.console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+        elif self._start is not None:  # the introduction includes warnings from before the first step
+            print(printable(text), flush=True)
 
 
 def _introduction(trainer: Trainer) -> list[str]:
@@ -153,16 +118,6 @@ def _introduction(trainer: Trainer) -> list[str]:
     if trainer.resumed_from:
         lines.append(f"resumed at step {trainer.position.step} of {train.steps} from {trainer.resumed_from}")
     return lines
-
-
-def make_console(total_steps: int, start_step: int, log_every: int) -> PlainConsole:
-    """Returns the console for stdout: a progress bar on a terminal, plain lines elsewhere.
-
-    `start_step`: number of steps that a resumed run has already done.
-    """
-    if RichConsole().is_terminal:
-        return BarConsole(total_steps, start_step)
-    return PlainConsole(total_steps, start_step, log_every)
 
 
 def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:

@@ -6,7 +6,8 @@ codes, the launcher determines and reports the root cause. torch's elastic agent
 interfaces and unpickles their contents; this launcher does not. It handles one machine only, does not restart processes
 (unless `launch(supervise=...)` does), and detects which process is hung.
 
-Signals are blocked while a process starts (it inherits the mask), so a Ctrl-C during startup prints no traceback and is not lost.
+Signals are blocked while a process starts. It inherits the mask, and signals stay pending until it unblocks them, so a Ctrl-C
+during startup prints no traceback and is not lost.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ from boost.train.signals import (
     caught_signals,
     mute_closed_streams,
 )
-from boost.train.worker import NO_STOP, STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
+from boost.train.worker import STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
 """Time, in seconds, that a process has to save and exit after its launcher is killed."""
@@ -60,10 +60,10 @@ _POLL_S = 0.1
 
 
 Supervise = Callable[
-    [Path, Callable[[int], BaseProcess], list[BaseProcess], Sequence[int], Callable[[], bool]], dict[int, int]
+    [Path, Callable[[int], None], Mapping[int, BaseProcess], Sequence[int], Callable[[], bool]], dict[int, int]
 ]
-"""Starts the processes and watches them until the run is over: (launch folder, function that starts a rank's process, list to which
-it adds the processes, signals received so far, whether to abort) -> exit codes, by rank, of the processes that ended the run."""
+"""Starts the processes and watches them until the run is over: (launch folder, function that starts a rank's process, the latest
+process of each rank, signals received so far, whether to abort) -> exit codes, by rank, of the processes that ended the run."""
 
 
 def under_torchrun() -> bool:
@@ -110,7 +110,6 @@ def launch(
         raise ConfigError(f"--nproc = {nproc} must be at least 1; smallest valid value: 1")
     with tempfile.TemporaryDirectory(prefix="boost-launch-") as folder:
         spec = LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s, holds_signals)
-        spec.stop_file.write_text(NO_STOP, encoding="ascii")
         with _omp_threads(nproc), _forward_signals(spec, forks) as signals:
             StopRequest.require_none()  # from here on, signals are forwarded
             failed = _run(spec, signals, "fork" if forks else "spawn", supervise)
@@ -126,7 +125,8 @@ class _Signals:
     """Signals that the launcher has received, and the processes that it forwards them to."""
 
     received: list[int] = field(default_factory=list)
-    processes: list[BaseProcess] = field(default_factory=list)
+    processes: dict[int, BaseProcess] = field(default_factory=dict)
+    """The latest process of each rank."""
     interrupted_at: float | None = None
     aborted: bool = False
     """Whether a second Ctrl-C requested that the processes end immediately."""
@@ -136,22 +136,26 @@ def _run(spec: LaunchSpec, signals: _Signals, method: str, supervise: Supervise 
     """Starts the processes and waits until all have ended. Returns the exit codes, by rank, of those that failed on their own."""
     context: Any = multiprocessing.get_context(method)
 
-    def start(rank: int) -> BaseProcess:
+    def start(rank: int) -> None:
+        process: Any = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
         gc.freeze()  # otherwise each forked process copies every object at its first garbage collection
-        process: BaseProcess = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, caught_signals())
         process.start()
+        signals.processes[rank] = process
+        for number in set(signals.received) & set(STOP_SIGNALS):  # before this process existed
+            os.kill(process.pid, number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         gc.unfreeze()
-        return process
 
     try:
         if supervise is not None:
             failed = supervise(spec.folder, start, signals.processes, signals.received, lambda: signals.aborted)
             return failed or ({0: -signal.SIGKILL} if signals.aborted else {})
         for rank in range(spec.nproc):
-            signals.processes.append(start(rank))
+            start(rank)
         return _supervise(spec, signals)
     finally:
-        for process in signals.processes:
+        for process in signals.processes.values():
             process.kill()
             process.join()
         for path in filter(None, (stacks_file(spec, rank) for rank in range(spec.nproc))):
@@ -163,9 +167,9 @@ def _run(spec: LaunchSpec, signals: _Signals, method: str, supervise: Supervise 
 def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
     failed: dict[int, int] = {}
     failed_at: float | None = None
-    while running := [process for process in signals.processes if process.exitcode is None]:
+    while running := [process for process in signals.processes.values() if process.exitcode is None]:
         connection.wait([process.sentinel for process in running], _POLL_S)
-        codes = {rank: process.exitcode for rank, process in enumerate(signals.processes)}
+        codes = {rank: process.exitcode for rank, process in signals.processes.items()}
         failed = {rank: code for rank, code in codes.items() if code}
         if failed_at is None and (failed or signals.aborted):
             failed_at = time.monotonic()
@@ -185,7 +189,7 @@ def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
                 time.sleep(0.5)
             break
     else:  # a process may have ended after the last check of exit codes
-        failed = {rank: code for rank, process in enumerate(signals.processes) if (code := process.exitcode)}
+        failed = {rank: code for rank, process in signals.processes.items() if (code := process.exitcode)}
     return failed or ({0: -signal.SIGKILL} if signals.aborted and failed_at is not None else {})
 
 
@@ -208,20 +212,12 @@ def _omp_threads(nproc: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
-    """Context manager that forwards signals to the processes; yields the signals received so far.
-
-    This thread blocks the signals, so that the processes inherit the mask. A second thread leaves them unblocked, so that they are
-    delivered (Python still runs the handlers on the main thread).
-    """
+    """Context manager that forwards signals to the processes; yields the signals received so far."""
     signals = _Signals()
 
     def forward(number: int, frame: FrameType | None) -> None:
         """Records a signal for processes that have not started yet, responds to Ctrl-C, and forwards the signal to running ones."""
         signals.received.append(number)
-        if number in STOP_SIGNALS:
-            # A process that has not started yet reads this file at startup. Overwrite it in place, because the disk may be full.
-            with contextlib.suppress(OSError), open(spec.stop_file, "r+", encoding="ascii") as file:
-                file.write(f"{number:{len(NO_STOP)}}")
         if number == signal.SIGHUP:
             mute_closed_streams()
         if number == signal.SIGINT:
@@ -232,7 +228,7 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
                     answer_interrupt()
             elif now - signals.interrupted_at > SECOND_INTERRUPT_S:
                 signals.aborted = True
-        for process in signals.processes:
+        for process in signals.processes.values():
             if process.pid is not None and process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
@@ -241,25 +237,10 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
         # Processes exit without cleaning up. The resource tracker does that for them, but would warn about it.
         sys.warnoptions.append("ignore:resource_tracker")
         resource_tracker.ensure_running()  # otherwise the first spawn starts it and unblocks signals on this thread
-    over = threading.Event()
-    caught = caught_signals()
-    before = {number: signal.getsignal(number) for number in caught}
-
-    def receive() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
-        over.wait()
-
-    receiver = threading.Thread(target=receive, name="boost-signals", daemon=True)
-    for number in caught:
-        signal.signal(number, forward)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, caught)
-    receiver.start()
+    before = {number: signal.signal(number, forward) for number in caught_signals()}
     try:
         yield signals
     finally:
-        over.set()
-        receiver.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

@@ -130,38 +130,63 @@ class EventFile:
         self._file.close()
 
 
-class MetricsWriter:
-    """Writes metrics to every backend that the configuration enables. Used only on the main process.
+class MetricsHook(Hook):
+    """Writes metrics to every backend that the configuration enables. A write that fails only logs a warning (`best_effort`)."""
 
-    With `resumed_step` = N, first drops lines for steps after N (which the earlier run trained after its last checkpoint) and
-    any line truncated by a crash, so that no step appears twice. The constructor raises ConfigError if a tracker's package is
-    missing, and StorageError if the run directory is not writable. Later write failures only log a warning (`best_effort`).
-    """
+    main_only = True
 
-    def __init__(
+    def __init__(self) -> None:
+        self._run: RunDirectory | None = None
+        """None if the metrics could not be opened; nothing is written then."""
+        self._board: EventFile | None = None
+        self._reopen_at = 0.0
+        self._trackers: list[ModuleType] = []
+        self._sampled = (0, 0)
+        """Step of the last sample, and the sample's number within that step."""
+
+    def setup(self, trainer: "Trainer") -> None:
+        def warn(text: str) -> None:
+            trainer.warn(text)
+            trainer.warnings.append(text)  # the console starts later
+
+        with best_effort("open the metrics", warn):
+            if trainer.resumed_from is None and not trainer.position.step:
+                trainer.run.set_aside_metrics()
+            state = trainer.position.step, trainer.takes_over
+            if damaged := self.open(trainer.run, trainer.config, *state, trainer.warn):
+                name = trainer.run.metrics.name
+                trainer.warn(f"unreadable lines in {name}: {damaged}; they were moved to {name}.damaged")
+            if trainer.recent:  # the previous main process may not have written them
+                known = {(line["kind"], line["step"]) for line in read_metrics(trainer.run.metrics)}
+                for metrics in trainer.recent:
+                    kind = "step" if isinstance(metrics, StepMetrics) else "eval"
+                    if (kind, metrics.step) not in known:
+                        self.write(metrics)
+
+    def open(
         self,
         run: RunDirectory,
         config: Config,
-        resumed_step: int | None = None,
+        done: int = 0,
         takes_over: bool = False,
         warn: Callable[[str], None] = log.warning,
-    ) -> None:
-        """`takes_over`: the previous main process was lost, and the step after `resumed_step` is in progress."""
-        self._run, self._warn = run, warn
-        self.damaged = 0
-        """Number of unreadable lines from an earlier run, which were moved to another file."""
+    ) -> int:
+        """Opens the files of a run that has done `done` steps. `takes_over`: the previous main process was lost, and the next step
+        is in progress.
+
+        First drops lines for later steps (which an earlier run trained after its last checkpoint) and any line truncated by a
+        crash, so that no step appears twice. Returns the number of unreadable lines, which were moved to another file. Raises
+        ConfigError if a tracker's package is missing, and StorageError if the run directory is not writable.
+        """
         # Check before changing any file, so that a missing package does not lose lines from an earlier run.
-        modules = tracker_modules(config)
+        modules, damaged = tracker_modules(config), 0
         with storage_errors(run.path):
-            if resumed_step is not None and run.metrics.exists():
-                at_end = resumed_step == config.train.steps
-                self.damaged = truncate_metrics(run.metrics, resumed_step, at_end, takes_over)
-            self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._board: EventFile | None = None
-        self._reopen_at = 0.0
-        self._purge = None if resumed_step is None else resumed_step + 1
-        self._draw(resumed_step or 0, **_description(config))
-        self._trackers: list[ModuleType] = []
+            if run.metrics.exists():
+                damaged = truncate_metrics(run.metrics, done, done == config.train.steps, takes_over)
+            self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by teardown
+        self._run, self._warn = run, warn
+        self._purge: int | None = done + 1
+        self._draw(done, **_description(config))
         for module in modules:
             with best_effort(f"open {module.__name__}", warn):
                 # Record the id, so that a resumed run continues the same W&B run. A sweep agent sets the environment variable.
@@ -169,6 +194,7 @@ class MetricsWriter:
                 where = {"project": config.run.project, "name": run.path.resolve().name, "dir": str(run.path)}
                 module.init(config=config.model_dump(), resume="allow", id=run_id, **where)
                 self._trackers.append(module)
+        return damaged
 
     def write(self, metrics: StepMetrics | EvalMetrics) -> None:
         kind, prefix = ("step", "train") if isinstance(metrics, StepMetrics) else ("eval", "eval")
@@ -182,59 +208,68 @@ class MetricsWriter:
             with best_effort(f"log to {tracker.__name__}", self._warn):
                 tracker.log(named, step=metrics.step)
 
-    def event(self, event: RunEvent) -> None:
-        self._add_line(event.kind, event)
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        self.write(event.metrics)
 
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        self.write(event.metrics)
+
+    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
+        self._add_line(event.kind, event)
         named = {f"run/{name}": value for name, value in event.numbers().items()}
         self._draw(event.step, scalars=named, texts={f"run/{event.kind}": event.line()})
 
-    def sample(self, event: SampleEnd, number: int = 1) -> None:
-        """Writes the text generated for the `number`-th prompt."""
+    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
+        step, number = self._sampled
+        self._sampled = event.step, (number + 1 if step == event.step else 1)
         self._add_line("sample", event)
-        text = _preformatted(f"{event.prompt}[...]{event.text}")
-        self._draw(event.step, texts={f"sample/{number}": text})
+        self._draw(event.step, texts={f"sample/{self._sampled[1]}": _preformatted(f"{event.prompt}[...]{event.text}")})
 
-    def end(self, event: RunEnd) -> None:
-        self._add_line("end", event)
-        if event.state == "done":
+    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
+        result = event.result
+        end = RunEnd(result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or "")
+        self._add_line("end", end)
+        if end.state == "done":
             from torch.utils.tensorboard.summary import hparams
 
             *_, success = hparams({}, {})
-            self._draw(event.step, summary=success)
+            self._draw(end.step, summary=success)
 
-    def rewind(self, step: int) -> None:
-        """Drops the lines for steps after `step`, which will be repeated."""
-        with best_effort("write metrics.jsonl", self._warn):
-            try:
-                self._file.close()
-                truncate_metrics(self._run.metrics, step)
-            finally:
-                self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-
-    def close(self) -> None:
-        """Flushes and closes everything. A second call does nothing."""
-        if not self._file.closed:
+    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+        """Drops the lines for steps that will be repeated."""
+        if self._run is not None:
             with best_effort("write metrics.jsonl", self._warn):
-                self._file.close()
+                try:
+                    self._file.close()
+                    truncate_metrics(self._run.metrics, event.step)
+                finally:
+                    self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by teardown
+
+    def teardown(self, trainer: "Trainer") -> None:
+        if self._run is None:
+            return
+        with best_effort("write metrics.jsonl", self._warn):
+            self._file.close()
         if self._board is not None:
             with best_effort("write TensorBoard events", self._warn):
                 self._board.close()
         for tracker in self._trackers:
             with best_effort(f"log to {tracker.__name__}", self._warn):
                 tracker.finish()
-        self._board, self._trackers = None, []
+        self._run, self._board, self._trackers = None, None, []
 
     def _add_line(self, kind: str, event: "DataclassInstance") -> None:
-        with best_effort("write metrics.jsonl", self._warn):
-            values = {name: value for name, value in dataclasses.asdict(event).items() if value is not None}
-            line = json.loads(json.dumps({"kind": kind, **values}), parse_constant=_STRINGS.__getitem__)
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        if self._run is not None:
+            with best_effort("write metrics.jsonl", self._warn):
+                values = {name: value for name, value in dataclasses.asdict(event).items() if value is not None}
+                line = json.loads(json.dumps({"kind": kind, **values}), parse_constant=_STRINGS.__getitem__)
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
 
     def _draw(self, step: int, **event: Any) -> None:
         """Writes to TensorBoard (`EventFile.add`). A failed write may leave part of an event, so a new file follows after REOPEN_S
         seconds."""
-        if self._board is None and time.monotonic() < self._reopen_at:
+        if self._run is None or (self._board is None and time.monotonic() < self._reopen_at):
             return
         with best_effort("write TensorBoard events", self._warn):
             try:
@@ -247,67 +282,6 @@ class MetricsWriter:
                     self._board.close()
                 self._board, self._reopen_at = None, time.monotonic() + REOPEN_S
                 raise
-
-
-class MetricsHook(Hook):
-    main_only = True
-
-    def __init__(self) -> None:
-        self._writer: MetricsWriter | None = None
-        self._sampled = (0, 0)
-        """Step of the last sample, and the sample's number within that step."""
-
-    def setup(self, trainer: "Trainer") -> None:
-        def warn(text: str) -> None:
-            trainer.warn(text)
-            trainer.warnings.append(text)  # the console starts later
-
-        with best_effort("open the metrics", warn):
-            if trainer.resumed_from is None and not trainer.position.step:
-                trainer.run.set_aside_metrics()
-            state = trainer.position.step, trainer.takes_over
-            self._writer = MetricsWriter(trainer.run, trainer.config, *state, trainer.warn)
-            if self._writer.damaged:
-                name = trainer.run.metrics.name
-                trainer.warn(f"unreadable lines in {name}: {self._writer.damaged}; they were moved to {name}.damaged")
-            if trainer.recent:  # the previous main process may not have written them
-                known = {(line["kind"], line["step"]) for line in read_metrics(trainer.run.metrics)}
-                for metrics in trainer.recent:
-                    kind = "step" if isinstance(metrics, StepMetrics) else "eval"
-                    if (kind, metrics.step) not in known:
-                        self._writer.write(metrics)
-
-    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        if self._writer:
-            self._writer.write(event.metrics)
-
-    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
-        if self._writer:
-            self._writer.write(event.metrics)
-
-    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
-        step, number = self._sampled
-        self._sampled = event.step, (number + 1 if step == event.step else 1)
-        if self._writer:
-            self._writer.sample(event, self._sampled[1])
-
-    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
-        result = event.result
-        end = RunEnd(result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or "")
-        if self._writer:
-            self._writer.end(end)
-
-    def on_event(self, trainer: "Trainer", event: RunEvent) -> None:
-        if self._writer:
-            self._writer.event(event)
-
-    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
-        if self._writer:
-            self._writer.rewind(event.step)
-
-    def teardown(self, trainer: "Trainer") -> None:
-        if self._writer:
-            self._writer.close()
 
 
 def _description(config: Config) -> JsonObject:

@@ -16,6 +16,9 @@ from boost.train.checkpoint import CheckpointSaver, Position, SavedCheckpoint
 from boost.train.heartbeat import Phase, in_phase
 from boost.train.rundir import RunDirectory
 
+FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
+"""First and longest wait between attempts at the last save, in seconds."""
+
 
 class Saves:
     """Writes and finds a run's checkpoints. It asks no hook and checks no replica: `Trainer.save` does.
@@ -58,17 +61,26 @@ class Saves:
             return self.mesh.together(lambda: self.saver.save(folder, position))
 
     def save_last(self, position: Position, urgent: bool) -> SavedCheckpoint:
-        """Saves like `save`, but retries (run.save_retry_minutes) and uses run.fallback_dir; if `urgent`, before the retries."""
+        """Saves like `save`, but retries (run.save_retry_minutes) and then uses run.fallback_dir, or the weights are lost.
+        `urgent`: the process may be killed soon, so it tries run.fallback_dir before the retries."""
+        own, elsewhere, minutes = self.run.checkpoints, self.elsewhere, self.config.run.save_retry_minutes
+        waits = list(retry_waits(minutes))  # waits, not times, so that all processes follow them without communication
+        attempts = [(own, 0.0, "")]
+        for number, wait in enumerate(waits, start=1):
+            again = f"retry {number} of {len(waits)} follows in {wait:.0f} s (run.save_retry_minutes = {minutes:g})"
+            attempts.append((own, wait, f"free disk space; {again}"))
+        if elsewhere:
+            there = elsewhere, 0.0, f"saving in '{elsewhere}' (run.fallback_dir)"
+            attempts.insert(1 if urgent else len(attempts), there)
         failure: StorageError | None = None
-        minutes = self.config.run.save_retry_minutes
-        for folder, wait_s, notice in ckpt.last_save_attempts(self.run.checkpoints, self.elsewhere, minutes, urgent):
+        for folder, wait, notice in attempts:
             if failure:
                 self._warn(f"{failure}; {notice}")
-                time.sleep(wait_s)
+                time.sleep(wait)
             try:
                 return self.save(position, folder)
             except StorageError as error:
-                if folder == self.elsewhere:
+                if folder == elsewhere:
                     self._warn(str(error))
                 else:
                     failure = error
@@ -132,3 +144,12 @@ class Saves:
         with contextlib.suppress(OSError):
             return next(reversed(ckpt.complete_checkpoints(self.run.checkpoints)), None)
         return None
+
+
+def retry_waits(minutes: float) -> Iterator[float]:
+    """Yields the wait before each retry, in seconds. Waits double up to one minute and take `minutes` in total."""
+    left, wait = 60 * minutes, FIRST_WAIT_S
+    while left > 0:
+        yield min(wait, left)
+        left -= wait
+        wait = min(2 * wait, LONGEST_WAIT_S)

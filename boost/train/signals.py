@@ -1,7 +1,7 @@
 """Turns signals into flags that the training loop reads. A stop signal makes it save and exit; SIGUSR2 makes it save and continue.
 
-This module does not import torch, so that a command can catch signals before slow imports. `StopRequest` can be nested:
-a command opens the outer one and the trainer opens another one around its steps, so no signal is lost in between.
+This module does not import torch, so that a command can catch signals before slow imports. `StopRequest` can be nested: a command
+opens it before its imports, and the trainer opens it again around its steps.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 class StopRequest:
     """Context manager in which stop signals only set a flag. A second SIGINT more than 2 s after the first raises
-    KeyboardInterrupt.
+    KeyboardInterrupt. Inside another one, it yields the outer one.
 
     Pending signals are delivered as soon as the handlers are installed. On exit, restores previous handlers and signal mask (after
     a SIGINT, its handler only when the 2 s are over). Enter it on the main thread, as Python requires for handlers.
@@ -61,7 +61,6 @@ class StopRequest:
         self._save_requested = False
         self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, Handler] = {}
-        self._outer: StopRequest | None = None
         self._mask: set[int | signal.Signals] = set()
 
     @classmethod
@@ -77,9 +76,9 @@ class StopRequest:
             raise StoppedError(cls._open.name)
 
     def __enter__(self) -> "StopRequest":
-        self._outer, StopRequest._open = StopRequest._open, self
-        if self._outer is not None:
-            self._take_over(self._outer)
+        if StopRequest._open is not None:
+            return StopRequest._open
+        StopRequest._open = self
         caught = caught_signals()
         for number in caught:
             self._previous[number] = signal.signal(number, self._record)
@@ -87,25 +86,21 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if StopRequest._open is not self:
+            return
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._previous.items():
             # None: a handler installed by C code, which Python cannot restore.
             previous = signal.SIG_DFL if handler is None else handler
-            repeats = number == signal.SIGINT and self._interrupted_at and self._outer is None
+            repeats = number == signal.SIGINT and self._interrupted_at
             signal.signal(number, self._ignore_repeat(previous) if repeats else previous)
         self._previous.clear()
-        if self._outer is not None:
-            self._outer._take_over(self)
-        StopRequest._open, self._outer = self._outer, None
+        StopRequest._open = None
 
     def take_save_request(self) -> bool:
         """Whether SIGUSR2 has arrived since the last call."""
         requested, self._save_requested = self._save_requested, False
         return requested
-
-    def _take_over(self, other: "StopRequest") -> None:
-        self.requested, self.name = other.requested, other.name
-        self._save_requested, self._interrupted_at = other._save_requested, other._interrupted_at
 
     def _ignore_repeat(self, previous: Handler) -> Callable[[int, FrameType | None], None]:
         """Wraps the previous handler to ignore further SIGINTs that a launcher forwards for the same Ctrl-C."""

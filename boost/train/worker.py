@@ -27,9 +27,6 @@ from boost.train.signals import StopRequest, caught_signals
 STOPPED_EXIT = 128
 """Offset of exit codes: a process stopped by a signal exits with this plus the signal number, as in a shell."""
 
-NO_STOP = " 0"
-"""Contents of the stop file before a stop signal. Signal numbers are padded to the same length."""
-
 
 @dataclass(frozen=True)
 class LaunchSpec:
@@ -45,11 +42,6 @@ class LaunchSpec:
     orphan_grace_s: float
     holds_signals: bool
     """Whether signals stay blocked until `entry` catches them."""
-
-    @property
-    def stop_file(self) -> Path:
-        """The file that holds the number of the stop signal that the launcher has received, or NO_STOP."""
-        return self.folder / "stop"
 
 
 def run_worker(spec: LaunchSpec, rank: int) -> None:
@@ -68,16 +60,16 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     caught = caught_signals()
     for number in caught:
         signal.signal(number, signal.SIG_DFL)
-    in_use: list[BinaryIO] = []
+    in_use: list[int] = []
     with contextlib.suppress(OSError):  # a temporary-file cleaner may have removed it, but the run does not need it
-        in_use.append(open(spec.stop_file, "rb"))  # noqa: SIM115 (locked for the life of the process)
-        fcntl.flock(in_use[0], fcntl.LOCK_SH)
+        in_use.append(os.open(spec.folder, os.O_RDONLY))
+        fcntl.flock(in_use[0], fcntl.LOCK_SH)  # for the life of the process
 
     def remove_folder() -> None:
         """Removes the launcher's folder, which holds the run's store with in-step recovery, unless another process needs it."""
         with contextlib.suppress(OSError):
-            for file in in_use:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for descriptor in in_use:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(spec.folder, ignore_errors=True)
 
     def end() -> None:
@@ -101,9 +93,6 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not spec.holds_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
-    with contextlib.suppress(FileNotFoundError):
-        if stopped_by := int(spec.stop_file.read_text(encoding="ascii")):  # received before this process existed
-            os.kill(os.getpid(), stopped_by)
     try:
         code = spec.entry(*spec.args)
     except KeyboardInterrupt:

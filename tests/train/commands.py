@@ -1,9 +1,11 @@
 """Runs `boost train` as a background command and reads its processes' heartbeats."""
 
 import atexit
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -125,6 +127,14 @@ def run_forked(
         sys.exit(function(*arguments))
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def alive(pid: int) -> bool:

@@ -20,6 +20,7 @@ from boost.train.events import SaveEnd, SaveStart, StepEnd, StepStart, TrainStar
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
+from boost.train.resume import resume_candidates
 from boost.train.rundir import RunDirectory
 from boost.train.step import Stepper
 from tests import toy
@@ -51,10 +52,16 @@ def make_trainer(config: Config, *hooks: Hook, **stepping: bool) -> Trainer:
     return Trainer(config, mesh, RunDirectory(config.run.dir), [*hooks, *builtin_hooks(config)], build)
 
 
-def fitted(config: Config, *hooks: Hook) -> Trainer:
+def started(config: Config, *hooks: Hook, resume: str | None = None, **stepping: bool) -> Trainer:
+    """A trainer before its first step. `resume`: as for `boost train`."""
+    trainer = make_trainer(config, *hooks, **stepping)
+    trainer.start(resume_candidates(resume, trainer.run))
+    return trainer
+
+
+def fitted(config: Config, *hooks: Hook, resume: str | None = None) -> Trainer:
     """A trainer at the end of its run."""
-    trainer = make_trainer(config, *hooks)
-    trainer.start([])
+    trainer = started(config, *hooks, resume=resume)
     trainer.fit()
     return trainer
 

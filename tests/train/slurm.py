@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.train.commands import free_ports
+
 LIMIT_S = 600
 """Only against hanging for ever."""
 NODES = ("boost1", "boost2")
@@ -108,14 +110,6 @@ class Slurm:
         deadline = time.monotonic() + LIMIT_S
         while self.call("squeue", "-h") and time.monotonic() < deadline:
             time.sleep(0.5)
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @contextlib.contextmanager

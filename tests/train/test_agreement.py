@@ -5,7 +5,6 @@ import errno
 import os
 import random
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from boost.train.metrics import MetricsHook
 from boost.train.resume import require_nothing_lost, resume_candidates
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.commands import LIMIT_S, ForkedPython, boost_command, toml
+from tests.train.commands import LIMIT_S, ForkedPython, boost_command, free_ports, toml
 from tests.train.reads import failing
-from tests.train.runs import Do, Warnings, fitted, losses, make_config, make_trainer, request_stop
+from tests.train.runs import Do, Warnings, fitted, losses, make_config, make_trainer, request_stop, started
 
 MESHES: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
@@ -161,8 +160,7 @@ def resume_hiding(config: Config, path: str) -> tuple[int, list[str], float]:
 
 def save_from_different_steps(config: Config, background: bool) -> str:
     """Process 1 has resumed from an earlier step than process 0, as if by another decision. Returns the error of the next save."""
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
     trainer.position = Position(6 - trainer.mesh.rank, 768)
     try:
         trainer.save(wait=not background)
@@ -269,12 +267,6 @@ def test_processes_agree_which_checkpoint_is_the_best(store: Path, tmp_path: Pat
     assert first == second and 5 not in first[0] and not first[1]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def in_mount_namespace(hidden: str, words: list[str]) -> int:
     """`boost` in a mount namespace of its own, in which a folder is empty, as on a node that does not see it yet."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -301,7 +293,7 @@ def test_a_process_that_does_not_see_the_newest_checkpoint(store: Path, tmp_path
     words = ["train", str(config), "--resume", "auto"]
 
     def both(hidden: str) -> list[tuple[int, str, str]]:
-        port = free_port()
+        (port,) = free_ports(1)
         environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         pair = [

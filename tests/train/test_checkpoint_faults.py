@@ -15,12 +15,12 @@ from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint
-from boost.train.checkpoint.write import retry_waits, write_snapshot
 from boost.train.loop import Trainer
 from boost.train.resume import resume_candidates
+from boost.train.saves import retry_waits
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import Do, Warnings, fitted, make_config, make_trainer, small_disk
+from tests.train.runs import Do, Warnings, fitted, make_config, make_trainer, small_disk, started
 from tests.train.saves import load, mesh_config, save, save_at
 from tests.trained import Trained
 
@@ -94,8 +94,7 @@ def test_a_step_folder_without_a_manifest_is_named_and_never_overwritten(store: 
     (newest / "manifest.json").unlink()
     before = {p.name: p.read_bytes() for p in (newest / "tensors").iterdir()}
     warnings = Warnings()
-    trainer = make_trainer(config, warnings)
-    trainer.start(resume_candidates("auto", trainer.run))
+    trainer = started(config, warnings, resume="auto")
     assert trainer.position.step == 4
     assert len(trainer.warnings) == 1 and "step-00000006' is not complete: manifest.json" in trainer.warnings[0]
     trainer.fit()
@@ -240,32 +239,6 @@ def test_the_last_save_goes_elsewhere(disk: Disk, urgent: bool) -> None:
         disk.last_save(minutes=0, urgent=urgent, fallback=True, run=1, elsewhere=1)
 
 
-def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = {"save_retry_minutes": 0.0, "fallback_dir": str(tmp_path / "spare")}
-    config = make_config(store, tmp_path / "run", train={"save_every": 2, "steps": 5}, run=run)
-    full = tmp_path / "run/checkpoints"
-
-    def fill(trainer: Trainer) -> None:
-        def refuse(folder: Path, *rest: Any) -> SavedCheckpoint:
-            if folder == full:
-                raise StorageError("No space left on device")
-            return write_snapshot(folder, *rest)
-
-        monkeypatch.setattr("boost.train.checkpoint.write.write_snapshot", refuse)
-
-    trainer = make_trainer(config, Do("after_step", 5, fill))
-    trainer.start([])
-    result = trainer.fit()
-    fallback = ckpt.fallback_folder(config)
-    assert fallback == tmp_path / "spare" / (tmp_path / "run").relative_to("/") / "checkpoints"
-    assert result.checkpoint == fallback / "step-00000005"
-    trainer = make_trainer(config)
-    trainer.start(resume_candidates("auto", trainer.run, fallback))
-    assert trainer.position.step == 5
-    trainer.start(resume_candidates(str(full / "step-00000002"), trainer.run, fallback))
-    assert [p.name for p in ckpt.complete_checkpoints(fallback)] == [], "superseded there too"
-
-
 @pytest.mark.parametrize("background", [False, True], ids=["here", "background"])
 def test_a_full_disk_costs_the_save_only(store: Path, tmp_path: Path, background: bool) -> None:
     """A disk that is full after the first save: later saves warn, and the last one succeeds once space is freed."""
@@ -287,7 +260,7 @@ def test_a_full_disk_costs_the_save_only(store: Path, tmp_path: Path, background
 
         warnings = FreeAtTheEnd()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("boost.train.checkpoint.write.FIRST_WAIT_S", 0.1)
+            patch.setattr("boost.train.saves.FIRST_WAIT_S", 0.1)
             trainer = fitted(config, Do("after_step", 2, fill), warnings)
         full = [w for w in warnings.seen if "No space left on device" in w]
         assert len(full) >= 3 and sum("training continues" in w for w in full) == 2

@@ -23,7 +23,7 @@ from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import Do, fitted, make_config, make_trainer
+from tests.train.runs import Do, fitted, make_config, started
 from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at
 from tests.trained import Trained
 
@@ -199,8 +199,7 @@ def test_a_run_that_ends_with_an_error_completes_the_save_in_flight(
         threading.Timer(0.2, disk.release.set).start()
         raise TrainingError("diverged")
 
-    trainer = make_trainer(make_config(store, tmp_path, train={"save_every": 2}), Do("after_step", 3, fail))
-    trainer.start([])
+    trainer = started(make_config(store, tmp_path, train={"save_every": 2}), Do("after_step", 3, fail))
     with pytest.raises(TrainingError, match="diverged"):
         trainer.fit()
     assert [p.name for p in ckpt.complete_checkpoints(trainer.run.checkpoints)] == ["step-00000002"]

@@ -1,14 +1,19 @@
+import contextlib
+import functools
 import io
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console as RichConsole
 
 import boost.train.progress as progress_of
 from boost.train import console
-from boost.train.console import BarConsole, PlainConsole, make_console
-from boost.train.events import EvalMetrics, StepMetrics
+from boost.train.console import ConsoleHook
+from boost.train.events import EvalMetrics, EvaluationEnd, StepEnd, StepMetrics, TrainStart
 from boost.train.progress import progress
 
 EVALUATION = EvalMetrics(120, 4.3210, 75.264, 1.5123, 8192)
@@ -30,39 +35,49 @@ def test_lines_are_as_documented() -> None:
     )
 
 
+@contextlib.contextmanager
+def started(total: int, first: int = 1, every: int = 10, terminal: RichConsole | None = None) -> Iterator[Any]:
+    """The console of a run, after its introduction. Its methods take no trainer."""
+    hook: Any
+    hook, train = ConsoleHook(terminal), SimpleNamespace(log_every=every, steps=total)
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(train=train))
+    with mock.patch.object(console, "_introduction", return_value=[]):
+        hook.on_train_start(trainer, TrainStart(first - 1, total))
+    for name in ("after_step", "on_evaluation", "on_warning"):
+        setattr(hook, name, functools.partial(getattr(hook, name), trainer))
+    try:
+        yield hook
+    finally:
+        hook.teardown(trainer)
+
+
+def end(number: int) -> StepEnd:
+    return StepEnd(step(number), False, False, False, False)
+
+
 def test_the_pace_counts_everything_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 103.0, 113.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-    shown = PlainConsole(100, 10, 1)
-    assert shown.eta(step(11)) == 2.0 * 89  # nothing else is known yet than the step's own time
-    assert shown.eta(step(12)) == 3.0 * 88
-    assert shown.eta(step(13)) == 13.0 / 2 * 87
+    shown = ConsoleHook()
+    assert shown._eta(step(11), 100) == 2.0 * 89  # nothing else is known yet than the step's own time
+    assert shown._eta(step(12), 100) == 3.0 * 88
+    assert shown._eta(step(13), 100) == 13.0 / 2 * 87
 
 
-def plain(first: int, last: int, total: int, every: int) -> list[str]:
-    out = io.StringIO()
-    with PlainConsole(total, first - 1, every, out) as shown:
-        for number in range(first, last + 1):
-            shown.step(step(number))
-    return [line.split()[1] for line in out.getvalue().splitlines()]
-
-
-def test_plain_lines_are_the_first_every_nth_and_the_last() -> None:
-    assert plain(1, 25, 25, 10) == ["1/25", "10/25", "20/25", "25/25"]
-    assert plain(14, 25, 25, 10) == ["14/25", "20/25", "25/25"]
-
-
-def test_plain_console_shows_evaluations_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    with make_console(1000, 0, 10) as shown:
-        assert isinstance(shown, PlainConsole)
-        shown.evaluation(EVALUATION)
-        shown.note("saved [not markup]")
-    assert capsys.readouterr().out.splitlines() == [console.evaluation_line(EVALUATION, 1000), "saved [not markup]"]
-
-
-def test_a_terminal_gets_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RichConsole, "is_terminal", property(lambda self: True))
-    assert isinstance(make_console(10, 0, 1), BarConsole)
+@pytest.mark.parametrize(
+    ("first", "said"), [(1, ["1/25", "10/25", "20/25", "25/25"]), (14, ["14/25", "20/25", "25/25"])]
+)
+def test_plain_lines_are_the_first_every_nth_and_the_last_step_evaluations_and_warnings(
+    capsys: pytest.CaptureFixture[str], first: int, said: list[str]
+) -> None:
+    with started(25, first) as shown:
+        for number in range(first, 26):
+            shown.after_step(end(number))
+        shown.on_evaluation(EvaluationEnd(EVALUATION, complete=True))
+        shown.on_warning("saved [not markup]\x1b[2J")
+    *steps, evaluation, warning = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in steps] == said
+    assert (evaluation, warning) == (console.evaluation_line(EVALUATION, 25), "warning: saved [not markup]\\x1b[2J")
 
 
 def terminal(width: int = 120) -> RichConsole:
@@ -76,12 +91,12 @@ def shown_on(rich: RichConsole) -> str:
 
 def test_the_bar_shows_what_matters_and_lets_lines_pass() -> None:
     rich = terminal()
-    with BarConsole(1000, 100, rich) as shown:
-        shown.note("a note [not markup]")
-        shown.step(step(120))
-        shown.evaluation(EVALUATION)
+    with started(1000, 101, terminal=rich) as shown:
+        shown.on_warning("a note [not markup] :smile:")
+        shown.after_step(end(120))
+        shown.on_evaluation(EvaluationEnd(EVALUATION, complete=True))
     text = shown_on(rich)
-    assert "a note [not markup]" in text
+    assert "a note [not markup] :smile:" in text
     assert console.evaluation_line(EVALUATION, 1000) in text
     bar = text.rsplit("train", 1)[1]
     for part in ("120/1000", "loss 4.3210", "8.1k tok/s", "mfu 41.2%", "1.3 GB", "eta 29:20", "0:00:0"):
@@ -89,8 +104,7 @@ def test_the_bar_shows_what_matters_and_lets_lines_pass() -> None:
 
 
 def test_a_bar_inside_the_training_bar_joins_it_and_leaves_it() -> None:
-    rich = terminal()
-    with BarConsole(10, 0, rich) as shown:
+    with started(10, terminal=terminal()) as shown:
         assert list(progress(["a", "b"], "evaluating")) == ["a", "b"]
         assert [task.description for task in shown._bar.tasks] == ["train"]
         seen = []
@@ -110,7 +124,7 @@ def test_a_bar_inside_the_training_bar_joins_it_and_leaves_it() -> None:
 
 def test_the_terminal_is_given_back_after_an_error() -> None:
     rich = terminal()
-    with pytest.raises(ValueError, match="inside"), BarConsole(10, 0, rich):
+    with pytest.raises(ValueError, match="inside"), started(10, terminal=rich):
         raise ValueError("inside")
     assert not progress_of.live_bars
     assert shown_on(rich).endswith("\x1b[?25h")  # the cursor is visible again
@@ -153,8 +167,8 @@ def test_short_or_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture
 )
 def test_a_narrow_terminal_keeps_what_matters_most(width: int, total: int, parts: tuple[str, ...]) -> None:
     rich = terminal(width)
-    with BarConsole(total, 0, rich) as shown:
-        shown.step(step(120))
+    with started(total, terminal=rich) as shown:
+        shown.after_step(end(120))
     bar = shown_on(rich).rsplit("train", 1)[1]
     for part in (f"120/{total}", *parts):
         assert part in bar

@@ -23,7 +23,7 @@ from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
 from boost.train.rundir import configure_logging
 from tests.train.commands import Command, ForkedPython, boost_command, phases_in, renew_output, saved_steps, training
-from tests.train.runs import Do, Warnings, fitted, make_config, make_trainer, small_disk
+from tests.train.runs import Do, Warnings, fitted, make_config, small_disk, started
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 IN_STEP = ("--parallel.tp", "1", "--parallel.dp", "2", "--train.micro_batch", "2", "--run.recovery", "in-step")
@@ -72,18 +72,14 @@ def test_a_run_whose_metrics_log_and_notes_cannot_be_written_trains_and_saves(
         raise StorageError("full")
 
     def fill_metrics(_: Trainer) -> None:
-        assert metrics._writer is not None
         with dev_full.open("wb") as device:
-            os.dup2(device.fileno(), metrics._writer._file.fileno())
+            os.dup2(device.fileno(), metrics._file.fileno())
 
     monkeypatch.setattr(ckpt, "rotate", full)
     monkeypatch.setattr("boost.train.builtin_hooks.write_best", full)
     metrics, hook = MetricsHook(), Warnings()
     try:
-        trainer = make_trainer(
-            make_config(store, run, train=train), hook, Do("on_train_start", 0, fill_metrics), metrics
-        )
-        trainer.start([])
+        trainer = started(make_config(store, run, train=train), hook, Do("on_train_start", 0, fill_metrics), metrics)
         result = trainer.fit()
     finally:
         logging.getLogger("boost").handlers.clear()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ from boost.train.checkpoint.commit import rotated
 from boost.train.events import Rollback, SaveEnd, StepEnd, StepMetrics, StepStart
 from boost.train.health import MIN_HEALTHY, RECOVERED, SpikeDetector
 from boost.train.hooks import Hook
-from boost.train.loop import Trainer
+from boost.train.loop import MAX_ROLLBACKS, PAST_TROUBLE, Trainer
 from boost.train.metrics import MetricsHook, read_metrics
-from boost.train.resume import resume_candidates
 from tests.distributed import run_distributed
 from tests.train.commands import saved_steps
-from tests.train.runs import RATE, Warnings, fitted, make_config, make_trainer
+from tests.train.runs import RATE, Warnings, fitted, make_config, make_trainer, started
 
 VOCABULARY = 300
 
@@ -111,16 +111,14 @@ def test_ruined_weights_never_push_out_the_last_good_checkpoint(
     resumes."""
     config = every_step(store, tmp_path, keep=keep, async_save=background)
     hook = Rates({7: 1e30})
-    trainer = make_trainer(config, hook)
-    trainer.start([])
+    trainer = started(config, hook)
     with pytest.raises(TrainingError, match="step-00000006"):
         trainer.fit()
     assert 6 in saved_steps(trainer.run.path) and max(saved_steps(trainer.run.path)) == 7
     (said,) = [text for text in hook.seen if "checkpoints are marked until training has recovered" in text]
     assert "step-00000006' is kept" in said
     for _ in range(2):
-        again = make_trainer(config, Rates({8: 1e30}))
-        again.start(resume_candidates("auto", again.run))
+        again = started(config, Rates({8: 1e30}), resume="auto")
         with pytest.raises(TrainingError):
             again.fit()
         assert 6 in saved_steps(again.run.path)
@@ -128,16 +126,14 @@ def test_ruined_weights_never_push_out_the_last_good_checkpoint(
 
 def test_a_finite_explosion_is_not_saved_periodically_and_marked_at_the_end(store: Path, tmp_path: Path) -> None:
     hook = Rates({5: 50.0})
-    trainer = make_trainer(every_step(store, tmp_path, keep=1), hook)
-    trainer.start([])
+    trainer = started(every_step(store, tmp_path, keep=1), hook)
     result = trainer.fit()
     assert result.evaluation and 1.5 * math.log(VOCABULARY) < result.evaluation.loss < math.inf
     assert saved_steps(trainer.run.path) == [4, 5, 12], "proven; saved before the loss showed it; the end of the run"
     assert ckpt.open_checkpoint(tmp_path / "checkpoints/step-00000012").position.trouble.startswith("diverged at step")
     assert any(text.startswith("diverged at step 6") for text in hook.seen)
 
-    again = make_trainer(every_step(store, tmp_path, keep=1, steps=13))
-    again.start(resume_candidates("auto", again.run))
+    again = started(every_step(store, tmp_path, keep=1, steps=13), resume="auto")
     assert again.position.step == 5 and again.position.trouble == ""
     assert any("step-00000012' is newer but was skipped: diverged" in text for text in again.warnings)
 
@@ -205,8 +201,7 @@ class Scale(Hook):
 def run_until(config: Config, *hooks: Hook, resume: str | None = None) -> tuple[Trainer, Saves]:
     """A run that may be killed, without a last save."""
     saves = Saves()
-    trainer = make_trainer(config, *hooks, saves)
-    trainer.start(resume_candidates(resume, trainer.run))
+    trainer = started(config, *hooks, saves, resume=resume)
     with contextlib.suppress(KeyboardInterrupt):
         trainer.fit()
     return trainer, saves
@@ -226,7 +221,7 @@ def test_a_young_run_in_doubt_is_saved_and_can_be_killed(store: Path, tmp_path: 
     again, saves = run_until(config, resume="auto")
     assert any("step-00000040' is not proven: spike at step" in text for text in again.warnings)
     recovered = next(text for text in saves.seen if "training has recovered" in text)
-    assert saves.marks[60] == ("", "") and again.judge.trouble is None and recovered
+    assert saves.marks[60] == ("", "") and again.position.doubt == "" and recovered
     assert saved_steps(again.run.path) == [60]
 
 
@@ -309,6 +304,25 @@ def test_rollbacks_that_do_not_help_end_the_run(store: Path, tmp_path: Path) -> 
     assert len(hook.rollbacks) == 3
     with pytest.raises(TrainingError, match="but there is no proven checkpoint"):
         fitted(every_step(store, tmp_path / "none", on_spike="rollback", save_every=0), Rates({3: 1e30}))
+
+
+def test_rollbacks_of_one_problem_are_limited(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The problem is over only well past the furthest step that it reached."""
+    trainer = fitted(every_step(store, tmp_path, steps=1))
+    monkeypatch.setattr(trainer, "proven", lambda: trainer.saves.latest())
+
+    def roll_back(step: int) -> None:
+        trainer.position, trainer.rollback_reason = replace(trainer.position, step=step), "a spike"
+        trainer._roll_back()
+        assert trainer.rollback_reason is None and trainer.position.step == 1
+
+    for _ in range(2):
+        for _ in range(MAX_ROLLBACKS):
+            roll_back(9)
+        with pytest.raises(TrainingError, match="a spike; 3 rollbacks did not help; resume from '.*step-00000001'"):
+            roll_back(9 + PAST_TROUBLE)
+        roll_back(9 + 2 * PAST_TROUBLE + 1)  # another problem
+        trainer.rollbacks = trainer.furthest = 0
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
 from tests.train.commands import saved_steps
-from tests.train.runs import Do, Warnings, make_config, make_trainer, request_stop
+from tests.train.runs import Do, Warnings, make_config, request_stop, started
 
 EVENTS = [name for name in vars(Hook) if not name.startswith("_") and name not in ("main_only", "state", "take_state")]
 
@@ -63,8 +63,7 @@ class Refuse(Warnings):
 
 
 def fit(config: Any, *given: Hook) -> tuple[Trainer, TrainResult]:
-    trainer = make_trainer(config, *given)
-    trainer.start([])
+    trainer = started(config, *given)
     return trainer, trainer.fit()
 
 
@@ -184,8 +183,7 @@ def raise_on_save(config: Any) -> tuple[str, list[int]]:
     def fail(_: Trainer) -> None:
         raise StorageError("no quota left")
 
-    trainer = make_trainer(config, Do("before_save", 0, fail, rank=1))
-    trainer.start([])
+    trainer = started(config, Do("before_save", 0, fail, rank=1))
     with pytest.raises(TrainingError) as error:
         trainer.save()
     return str(error.value), saved_steps(trainer.run.path)
@@ -208,8 +206,7 @@ def test_a_hook_that_raises_ends_the_run(store: Path, tmp_path: Path, event: str
     broken, after = Hook(), Recorder()
     setattr(broken, event, fail)
     # getattr(hook, name) finds the instance's attribute, as a method of a subclass would be found.
-    trainer = make_trainer(make_config(store, tmp_path, train={"steps": 1, "sample_tokens": 2}), broken, after)
-    trainer.start([])
+    trainer = started(make_config(store, tmp_path, train={"steps": 1, "sample_tokens": 2}), broken, after)
     with pytest.raises(ZeroDivisionError, match=event):
         trainer.fit()
     assert event not in after.seen
@@ -245,8 +242,7 @@ def collective_from_main(config: Any) -> str | None:
         def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
             raise BoostError("the other process has raised")
 
-    trainer = make_trainer(config, Save(), Leave())
-    trainer.start([])
+    trainer = started(config, Save(), Leave())
     with pytest.raises((RuntimeError, BoostError)) as error:
         trainer.fit()
     return str(error.value) if trainer.mesh.is_main else None

@@ -384,7 +384,7 @@ class EndsUnseen:
 
 def test_a_process_that_fails_between_two_looks_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher.connection, "wait", lambda *_: [])
-    signals = launcher._Signals(processes=[EndsUnseen(3), EndsUnseen(0)])  # type: ignore[list-item]
+    signals = launcher._Signals(processes={0: EndsUnseen(3), 1: EndsUnseen(0)})  # type: ignore[dict-item]
     assert launcher._supervise(call_of(tmp_path), signals) == {0: 3}
 
 

@@ -23,20 +23,18 @@ from boost.train.resume import resume_candidates
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import RATE, make_config, make_trainer
+from tests.train.runs import RATE, make_config, make_trainer, started
 
 
 def losses_of(config: Config, steps: int) -> list[float]:
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
     return [trainer.step(RATE).loss for _ in range(steps)]
 
 
 def order_of_a_step(config: Config) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        trainer = make_trainer(config)
-        trainer.start([])
+        trainer = started(config)
         finish = trainer.stepper.reducer.finish
         patch.setattr(trainer.stepper.reducer, "finish", lambda: (said.append("finish"), finish()))
         begin = gradients.start_all_reduce_
@@ -107,8 +105,7 @@ def fit(config: Config, resume: str | None) -> tuple[list[float], int, int]:
         def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
             seen.append(event.metrics.heldout_loss)
 
-    trainer = make_trainer(config, Recorder())
-    trainer.start(resume_candidates(resume, trainer.run))
+    trainer = started(config, Recorder(), resume=resume)
     result = trainer.fit()
     return seen, result.position.step, len(list(trainer.run.checkpoints.glob("step-*")))
 
@@ -146,8 +143,7 @@ def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Pa
     optim = {"name": "loro", "lr": RATE, "exact_every": 3, "schedule": "cosine-restarts", "restart_warmup_steps": 2}
     config = make_config(store, tmp_path / "run", model={"family": "svd"}, train={"steps": 8})
     config = config.model_copy(update={"optim": OptimConfig.model_validate({**optim, "warmup_steps": 4})})
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
 
     def steps(trainer: Trainer, count: int) -> list[int]:
         counts = []
@@ -165,8 +161,7 @@ def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Pa
     assert steps(trainer, 2) == [3, 4]
     trainer.save()
     assert steps(trainer, 3) == [0, 1, 2]
-    again = make_trainer(config)
-    again.start(resume_candidates("auto", again.run))
+    again = started(config, resume="auto")
     assert again.optimizer.updates == 4
     assert steps(again, 3) == [0, 1, 2]
     expected = toy.weights(trainer.model)
@@ -207,8 +202,7 @@ def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store:
 
 def poison(config: Config) -> tuple[list[bool], str]:
     """Steps with a NaN in the last process's weight gradient: whether weights stayed the same, and the error."""
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
     trainer.step(RATE)
     before = {k: v.clone() for k, v in toy.weights(trainer.model).items()}
 

@@ -19,7 +19,7 @@ from tests import toy
 from tests.data.chats import CHATML, chat_store_in
 from tests.distributed import run_distributed
 from tests.matrices import LAYOUTS, family_of, first
-from tests.train.runs import RATE, make_config, make_trainer, mask_step
+from tests.train.runs import RATE, make_config, mask_step, started
 
 STEPS = 3
 
@@ -39,16 +39,14 @@ def config_on(store: Any, run: Path, tp: int = 1, isolate: bool = False, **secti
 
 def numbers(config: Config) -> list[tuple[float, float]]:
     """(loss, gradient norm) of a few steps: the later ones depend on every gradient before."""
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
     steps = [trainer.step(RATE) for _ in range(STEPS)]
     return [(step.loss, step.gradient_norm) for step in steps]
 
 
 def test_the_loss_is_that_of_the_answers_alone(chats: Path, tmp_path: Path) -> None:
     """Against torch's own cross-entropy, with the tokens of the answers looked up in the store."""
-    trainer = make_trainer(config_on(chats, tmp_path))
-    trainer.start([])
+    trainer = started(config_on(chats, tmp_path))
     (batch,) = trainer.batches.numbered(0, [0], 8)
     counted = batch.targets != IGNORED
     assert 0.05 < counted.mean() < 0.6
@@ -111,8 +109,7 @@ MASKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 def a_masked_step(config: Config, ahead: bool) -> None:
-    trainer = make_trainer(config, ahead=ahead)
-    trainer.start([])
+    trainer = started(config, ahead=ahead)
     warnings: list[str] = []
     trainer.warn = warnings.append  # type: ignore[method-assign]
     mask_step(trainer, 3)
@@ -130,7 +127,7 @@ def a_masked_step(config: Config, ahead: bool) -> None:
     for before, after in zip(states[1], states[3], strict=True):
         assert torch.equal(before, after), "neither weights nor moments change"
     assert not all(map(torch.equal, states[3], states[4])) and trainer.optimizer.updates in (3, 1)
-    assert trainer.judge.bad_steps == 0 and trainer.position.step == 5
+    assert trainer.bad_steps == 0 and trainer.position.step == 5
     assert warnings == ["step 3 changed nothing, because the loss masks exclude all of its tokens"]
 
 

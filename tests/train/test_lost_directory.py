@@ -16,7 +16,7 @@ from boost.train.resume import require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock
 from tests.distributed import run_distributed
 from tests.train.commands import Command, saved_steps
-from tests.train.runs import Do, fitted, losses, make_config, make_trainer
+from tests.train.runs import Do, losses, make_config, make_trainer, started
 
 FAST = ("--train.save_every", "5", "--train.keep", "2", "--train.eval_every", "0")
 
@@ -121,7 +121,8 @@ def test_a_directory_that_is_renamed_during_a_save_is_lost(
 def test_the_last_checkpoint_is_found_wherever_it_was_saved(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In run.fallback_dir, without that option, and under another name of the directory."""
+    """In run.fallback_dir, also without that option and under another name of the directory. A run that resumes from an earlier
+    checkpoint supersedes it there, too."""
     link, real = tmp_path / "link", tmp_path / "real"
     real.mkdir()
     link.symlink_to(real)
@@ -137,10 +138,11 @@ def test_the_last_checkpoint_is_found_wherever_it_was_saved(
 
         monkeypatch.setattr("boost.train.checkpoint.write.write_snapshot", refuse)
 
-    fitted(config, Do("after_step", 4, fill))
+    result = started(config, Do("after_step", 4, fill)).fit()
     under_real_name = make_config(store, real / "run", **options, run=spare)
-    folder = ckpt.fallback_folder(config)
-    assert folder and folder == ckpt.fallback_folder(under_real_name)
+    folder = tmp_path / "spare" / (real / "run").relative_to("/") / "checkpoints"
+    assert folder == ckpt.fallback_folder(config) == ckpt.fallback_folder(under_real_name)
+    assert result.checkpoint == folder / "step-00000005"
     for later in (
         under_real_name,
         make_config(store, real / "run", **options),
@@ -152,9 +154,12 @@ def test_the_last_checkpoint_is_found_wherever_it_was_saved(
         require_nothing_lost(trainer.run, found, restart=False)
     trainer.start(found)
     assert trainer.position.step == 5 and not trainer.warnings
-    shutil.rmtree(folder)
+    folder.rename(tmp_path / "unmounted")
     with pytest.raises(CheckpointError, match=f"newest checkpoint in '{folder}/step-00000005', but it is not there"):
         require_nothing_lost(trainer.run, resume_candidates("auto", trainer.run), restart=False)
+    (tmp_path / "unmounted").rename(folder)
+    started(under_real_name, resume=str(real / "run/checkpoints/step-00000002"))
+    assert complete_checkpoints(folder) == []
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ from boost.config import Config, load
 from boost.errors import ConfigError, DataError, StorageError
 from boost.measure.run_record import read_run
 from boost.train import best_effort
-from boost.train.events import EvalMetrics, SampleEnd, StepMetrics
-from boost.train.metrics import KINDS, MetricsWriter, RunEnd, read_metrics, truncate_metrics
+from boost.train.checkpoint import Position
+from boost.train.events import EvalMetrics, SampleEnd, StepMetrics, TrainEnd, TrainResult
+from boost.train.metrics import KINDS, MetricsHook, RunEnd, read_metrics, truncate_metrics
 from boost.train.rundir import RunDirectory
 
 
@@ -29,23 +33,35 @@ def start(path: Path, *overrides: str) -> tuple[RunDirectory, Config]:
     return RunDirectory.create(config, resume=True), config
 
 
-def write(path: Path, steps: list[StepMetrics], resumed_step: int | None = None) -> RunDirectory:
+@contextlib.contextmanager
+def opened(run: RunDirectory, config: Config, *arguments: Any, **options: Any) -> Iterator[Any]:
+    """A hook that writes. Its methods take no trainer."""
+    hook: Any = MetricsHook()
+    hook.open(run, config, *arguments, **options)
+    for name in ("on_sample", "on_train_end"):
+        setattr(hook, name, functools.partial(getattr(hook, name), None))
+    yield hook
+    hook.teardown(None)
+
+
+def end(step: int) -> TrainEnd:
+    return TrainEnd(TrainResult(Position(step, 0), None, None))
+
+
+def write(path: Path, steps: list[StepMetrics], done: int = 0) -> RunDirectory:
     run, config = start(path)
-    writer = MetricsWriter(run, config, resumed_step)
-    for metrics in steps:
-        writer.write(metrics)
-    writer.close()
+    with opened(run, config, done) as writer:
+        for metrics in steps:
+            writer.write(metrics)
     return run
 
 
 def test_every_line_is_there_before_the_writer_closes(tmp_path: Path) -> None:
     run, config = start(tmp_path)
-    writer = MetricsWriter(run, config)
-    writer.write(step(1))
-    writer.write(EvalMetrics(1, 4.0, math.exp(4.0), 1.5, 512))
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    writer.close()
-    writer.close()
+    with opened(run, config) as writer:
+        writer.write(step(1))
+        writer.write(EvalMetrics(1, 4.0, math.exp(4.0), 1.5, 512))
+        lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert {**lines[0], "cross_entropy": None} == {"kind": "step", **dataclasses.asdict(step(1))}
     assert "cross_entropy" not in lines[0]
     assert lines[1] | {"kind": "eval", "heldout_loss": 4.0, "bits_per_byte": 1.5, "tokens": 512} == lines[1]
@@ -68,7 +84,7 @@ def test_resuming_drops_the_steps_that_come_again_and_a_torn_line(tmp_path: Path
     run = write(tmp_path, [step(number) for number in range(1, 6)])
     with open(run.metrics, "a") as file:
         file.write('{"kind": "step", "step": 3, "lo')
-    write(tmp_path, [step(4, 9.0), step(5, 9.5)], resumed_step=3)
+    write(tmp_path, [step(4, 9.0), step(5, 9.5)], done=3)
     read = [(line["step"], line["loss"]) for line in read_metrics(run.metrics)]
     assert read == [(1, 4.5), (2, 4.5), (3, 4.5), (4, 9.0), (5, 9.5)]
     assert not list(tmp_path.glob(".metrics*"))
@@ -77,12 +93,11 @@ def test_resuming_drops_the_steps_that_come_again_and_a_torn_line(tmp_path: Path
 def test_a_run_resumed_at_its_end_evaluates_and_ends_once(tmp_path: Path) -> None:
     run, config = start(tmp_path, "--train.steps", "2")
     sampled, final = (EvalMetrics(2, 4.0, 54.6, 1.5, 512, whole) for whole in (False, True))
-    for resumed_step in (None, 2):
-        writer = MetricsWriter(run, config, resumed_step)
-        for metrics in (final,) if resumed_step else (step(1), step(2), sampled, final):
-            writer.write(metrics)
-        writer.end(RunEnd(2, "done", ""))
-        writer.close()
+    for done in (0, 2):
+        with opened(run, config, done) as writer:
+            for metrics in (final,) if done else (step(1), step(2), sampled, final):
+                writer.write(metrics)
+            writer.on_train_end(end(2))
     lines = [(line["kind"], line.get("final")) for line in read_metrics(run.metrics)]
     assert lines == [("step", None), ("step", None), ("eval", False), ("eval", True), ("end", None)]
 
@@ -96,7 +111,7 @@ def test_a_crash_while_truncating_leaves_the_old_file(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("boost.train.metrics.os.replace", fail)
     with pytest.raises(StorageError, match="No space left on device"):
-        write(tmp_path, [], resumed_step=1)
+        write(tmp_path, [], done=1)
     assert run.metrics.read_bytes() == before
 
 
@@ -117,16 +132,14 @@ def test_tensorboard_neither_starts_a_thread_nor_loses_its_folder(
     monkeypatch.setattr(best_effort, "_failing", set())
     run, config = start(tmp_path / "run")
     threads, said = threading.active_count(), list[str]()
-    writer = MetricsWriter(run, config, warn=said.append)
-    (tmp_path / "run").rename(tmp_path / "renamed")
-    writer.write(step(1))
-    assert threading.active_count() == threads and not said
-    with open("/dev/full", "wb") as full:
-        assert writer._board is not None
-        os.dup2(full.fileno(), writer._board._file.fileno())
-    for number in (2, 3):
-        writer.write(step(number))
-    writer.close()
+    with opened(run, config, warn=said.append) as writer:
+        (tmp_path / "run").rename(tmp_path / "renamed")
+        writer.write(step(1))
+        assert threading.active_count() == threads and not said
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), writer._board._file.fileno())
+        for number in (2, 3):
+            writer.write(step(number))
     assert said == ["cannot write TensorBoard events: No space left on device; training continues"]
     points = EventAccumulator(str(tmp_path / "renamed/tensorboard")).Reload().Scalars("train/loss")
     assert [point.step for point in points] == [1]
@@ -199,10 +212,9 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     fake = FakeTracker("wandb")
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run, config = start(tmp_path / "first", "--run.wandb", "true", "--run.project", "mine")
-    writer = MetricsWriter(run, config)
-    writer.write(step(7))
-    writer.write(EvalMetrics(7, 4.0, 54.6, 1.5, 512))
-    writer.close()
+    with opened(run, config) as writer:
+        writer.write(step(7))
+        writer.write(EvalMetrics(7, 4.0, 54.6, 1.5, 512))
     (recorded,) = json.loads((tmp_path / "first/trackers.json").read_text()).items()
     assert recorded == ("wandb", recorded[1]) and len(recorded[1]) == 8
     assert fake.calls[0] == ("init", "mine", "first", "cola", "allow", recorded[1], str(run.path))
@@ -218,7 +230,7 @@ def test_a_missing_package_is_one_line_and_costs_nothing(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", None)
     _, config = start(tmp_path, "--run.wandb", "true")
     with pytest.raises(ConfigError) as caught:
-        MetricsWriter(run, config, resumed_step=1)
+        MetricsHook().open(run, config, 1)
     assert str(caught.value) == "run.wandb = true: the package 'wandb' is not installed; run 'pip install wandb'"
     assert run.metrics.read_bytes() == before
 
@@ -229,15 +241,14 @@ def test_a_resumed_run_is_the_same_run_for_trackers_and_one_that_starts_over_is_
     fake = FakeTracker("wandb")
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run, config = start(tmp_path, "--run.wandb", "true")
-    for resumed_step in (None, 0):
-        writer = MetricsWriter(run, config, resumed_step)
-        writer.write(step(1))
-        writer.close()
+    for _ in range(2):
+        with opened(run, config) as writer:
+            writer.write(step(1))
     run.set_aside_metrics()
-    MetricsWriter(run, config).close()
+    MetricsHook().open(run, config)
     monkeypatch.setenv("WANDB_RUN_ID", "by-agent")
     other, other_config = start(tmp_path / "other", "--run.wandb", "true")
-    MetricsWriter(other, other_config).close()
+    MetricsHook().open(other, other_config)
     first, again, over, agent = (call[5] for call in fake.calls if call[0] == "init")
     assert first == again != over and agent == "by-agent"
     assert json.loads((tmp_path / "trackers.1.json").read_text()) == {"wandb": first}
@@ -249,14 +260,13 @@ def test_tensorboard_has_configuration_samples_and_hyperparameters_of_all_runs_o
     found = {}
     for name, flags in (("svd", ("--model.family", "svd")), ("cola", ("--optim.lr", "0.5"))):
         run, config = start(tmp_path / name, *flags)
-        writer = MetricsWriter(run, config, 0)
-        for number in (1, 2):
-            writer.write(step(number, 5.0 - number))
-            writer.write(EvalMetrics(number, 4.0 / number, 54.6, 1.5, 512))
-        writer.sample(SampleEnd(2, "Once", " upon\n  a # time"), 1)
-        writer.sample(SampleEnd(2, "def", " f()"), 2)
-        writer.end(RunEnd(2, "done", ""))
-        writer.close()
+        with opened(run, config) as writer:
+            for number in (1, 2):
+                writer.write(step(number, 5.0 - number))
+                writer.write(EvalMetrics(number, 4.0 / number, 54.6, 1.5, 512))
+            writer.on_sample(SampleEnd(2, "Once", " upon\n  a # time"))
+            writer.on_sample(SampleEnd(2, "def", " f()"))
+            writer.on_train_end(end(2))
         events = EventAccumulator(str(run.tensorboard))
         events.Reload()
         assert [event.value for event in events.Scalars("eval/heldout_loss")] == [4.0, 2.0]
@@ -277,9 +287,8 @@ def test_tensorboard_has_configuration_samples_and_hyperparameters_of_all_runs_o
 
 def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
     run, config = start(tmp_path)
-    writer = MetricsWriter(run, config)
-    writer.sample(SampleEnd(1, "inf", "nan"))
-    writer.close()
+    with opened(run, config) as writer:
+        writer.on_sample(SampleEnd(1, "inf", "nan"))
     assert read_metrics(run.metrics) == [{"kind": "sample", "step": 1, "prompt": "inf", "text": "nan"}]
 
 

@@ -18,12 +18,11 @@ from boost.parallel.mesh import Mesh
 from boost.train import model
 from boost.train.model import choose_kernels, compile_blocks
 from tests import toy
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import make_config, started
 
 
 def losses_and_evaluation(config: Config) -> tuple[list[float], float]:
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
     losses = [trainer.step(1e-3).loss for _ in range(3)]
     return losses, trainer.evaluate(256).loss
 

@@ -16,7 +16,7 @@ from boost.parallel.mesh import Axis, Mesh
 from boost.train.loop import Trainer
 from boost.train.prefetch import Prefetcher, host_batch
 from tests import toy
-from tests.train.runs import RATE, Do, fitted, make_config, make_trainer
+from tests.train.runs import RATE, Do, fitted, make_config, started
 
 
 class Counted:
@@ -96,8 +96,7 @@ def test_the_thread_ends_with_a_run_that_ends_and_with_one_that_fails(store: Pat
         raise ZeroDivisionError
 
     before = set(threads())
-    trainer = make_trainer(make_config(store, tmp_path), Do("after_step", 2, fail))
-    trainer.start([])
+    trainer = started(make_config(store, tmp_path), Do("after_step", 2, fail))
     with pytest.raises(ZeroDivisionError):
         trainer.fit()
     for thread in set(threads()) - before:

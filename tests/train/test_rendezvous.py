@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError, StoppedError
+from boost.errors import ConfigError, StoppedError, TrainingError
 from boost.train import rendezvous
 from boost.train.rendezvous import LOCAL_RANKS, agree_on_attempt, choose_device, open_mesh
 
@@ -64,6 +64,15 @@ def test_every_start_agrees_on_a_fresh_name() -> None:
     first = start()
     store.set("asks/2", "somebody who died while waiting")
     assert len({first, start(), start()}) == 3
+
+
+def test_missing_processes_are_named() -> None:
+    with pytest.raises(
+        TrainingError, match=r"^ranks 1, 2 of 3 did not join within run\.startup_timeout_s = 0\.05; start every"
+    ):
+        agree_on_attempt(dist.HashStore(), 0, 3, 0.05)
+    with pytest.raises(TrainingError, match=r"^not all 3 processes joined within run\.startup_timeout_s = 0\.05$"):
+        agree_on_attempt(dist.HashStore(), 1, 3, 0.05)
 
 
 def test_one_process_has_no_group() -> None:

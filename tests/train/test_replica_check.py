@@ -10,7 +10,7 @@ from boost.errors import TrainingError
 from boost.train.loop import Trainer
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import Do, fitted, make_config, make_trainer
+from tests.train.runs import Do, fitted, make_config, started
 
 
 def run_with_flip(
@@ -23,8 +23,7 @@ def run_with_flip(
         held = [one[moment] for one in trainer.optimizer.moments.values() if moment in one]
         toy.flip(held[0] if moment else trainer.fused_params[2].tensor, 5, bit)
 
-    trainer = make_trainer(config, Do("after_step", step, flip, rank))
-    trainer.start([])
+    trainer = started(config, Do("after_step", step, flip, rank))
     error = None
     try:
         trainer.fit()

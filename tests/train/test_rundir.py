@@ -72,18 +72,12 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(item.relative_to(path)): item.read_bytes() for item in path.rglob("*") if item.is_file()}
 
 
-def test_create_writes_a_configuration_that_loads_to_itself(tmp_path: Path) -> None:
+def test_a_run_records_a_configuration_that_loads_to_itself_and_its_environment_but_no_host(tmp_path: Path) -> None:
     config = make_config(tmp_path / "deep" / "run")
     run = RunDirectory.create(config, resume=False)
     assert load(str(run.path / "config.toml")) == config
-    assert run.logs.is_dir()
-    assert run.checkpoints.is_dir()
-    run.require_empty()
-
-
-def test_environment_says_versions_hardware_and_command_but_no_host(tmp_path: Path) -> None:
-    RunDirectory.create(make_config(tmp_path), resume=False)
-    text = (tmp_path / "environment.json").read_text()
+    assert run.logs.is_dir() and run.checkpoints.is_dir()
+    text = (run.path / "environment.json").read_text()
     environment = json.loads(text)
     expected = {"torch": torch.__version__, "python": platform.python_version(), "world_size": 1}
     assert environment | expected == environment
@@ -124,26 +118,18 @@ def test_a_fresh_run_does_not_touch_an_earlier_one(tmp_path: Path, leftover: str
     assert files(tmp_path) == before
 
 
-def test_a_start_that_trained_nothing_does_not_stand_in_the_way_and_a_config_file_that_lies_there_is_kept(
-    tmp_path: Path,
-) -> None:
+def test_later_starts_keep_every_file_that_lies_there(tmp_path: Path) -> None:
+    """A start that trained nothing does not stand in the way of a new run."""
     (tmp_path / "config.toml").write_text("# mine\n")
-    RunDirectory.create(make_config(tmp_path), resume=False)
-    (tmp_path / "metrics.jsonl").touch()
-    RunDirectory.create(make_config(tmp_path), resume=False)
-    assert (tmp_path / "config.toml").read_text() == "# mine\n"
+    for line, resume in (("", False), ("", False), ('{"step": 1}\n', True), ('{"step": 2}\n', True)):
+        (tmp_path / "metrics.jsonl").write_text(line)
+        before = files(tmp_path)
+        RunDirectory.create(make_config(tmp_path), resume)
+        assert before.items() <= files(tmp_path).items()
+    made = [f"config.{number}.toml" for number in range(2, 6)]
+    made += ["environment.json", *(f"environment.{number}.json" for number in range(2, 5))]
+    assert set(files(tmp_path)) == {"config.toml", "metrics.jsonl", *made}
     assert "[model]" in (tmp_path / "config.2.toml").read_text()
-
-
-def test_resuming_keeps_every_earlier_file(tmp_path: Path) -> None:
-    RunDirectory.create(make_config(tmp_path), resume=False)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    before = files(tmp_path)
-    RunDirectory.create(make_config(tmp_path).model_copy(), resume=True)
-    RunDirectory.create(make_config(tmp_path), resume=True)
-    after = files(tmp_path)
-    assert {name: after[name] for name in before} == before
-    assert set(after) - set(before) == {"config.2.toml", "config.3.toml", "environment.2.json", "environment.3.json"}
 
 
 def test_a_path_that_cannot_be_made_is_one_line_which_names_a_link_to_nowhere(tmp_path: Path) -> None:
@@ -205,14 +191,8 @@ def test_git_state_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.M
     assert rundir.git_state() == state
     (tmp_path / "benchmarks" / "steps.py").touch()
     assert rundir.git_state() == state | {"dirty": True}
-
-
-def test_a_repository_around_an_installed_boost_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "venv" / "boost" / "train"
-    package.mkdir(parents=True)
-    git(tmp_path, "init", "-q")
-    monkeypatch.setattr(rundir, "__file__", str(package / "rundir.py"))
-    assert rundir.git_state() is None
+    monkeypatch.setattr(rundir, "__file__", str(tmp_path / "venv/boost/train/rundir.py"))
+    assert rundir.git_state() is None, "of an installed copy within another repository"
 
 
 def test_only_auto_and_paths_inside_continue_a_run(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from boost.train.metrics import read_metrics
-from tests.train.commands import ForkedPython, boost_command, saved_steps, toml
-from tests.train.slurm import Slurm, free_ports, slurm, why_no_slurm
+from tests.train.commands import ForkedPython, boost_command, free_ports, saved_steps, toml
+from tests.train.slurm import Slurm, slurm, why_no_slurm
 
 pytestmark = pytest.mark.nightly  # the script on stand-ins for Slurm: train/test_examples.py
 

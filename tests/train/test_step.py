@@ -15,7 +15,6 @@ from boost.config.rules import graph_problems
 from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train import hardware
-from boost.train.builtin_hooks import ProfileHook
 from boost.train.events import BadStep, EvaluationEnd, Rollback, SaveEnd, StepEnd, StepStart
 from boost.train.hardware import StepClock
 from boost.train.hooks import Hook
@@ -26,7 +25,7 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import chosen, one_in
 from tests.recorded import recorded_graphs
-from tests.train.runs import RATE, losses, make_config, make_trainer, mask_step
+from tests.train.runs import RATE, losses, make_config, make_trainer, mask_step, started
 
 MODES = ("usual", "tensors", "ahead", "graphs")
 """As on CPUs; updates launched from tensors; the passes of the next step ahead of the numbers, as on GPUs; and those captured."""
@@ -46,7 +45,8 @@ class Diary(Hook):
             for moment in trainer.optimizer.moments[fused.tensor].values():
                 weights.update(moment.numpy().tobytes())
         counts = {state["step"].item() for state in trainer.optimizer.adamw.state.values()}
-        where = (trainer.position, trainer.judge.bad_steps, trainer.judge.trouble, trainer.optimizer.updates, counts)
+        marks = trainer.position.trouble, trainer.position.doubt
+        where = (trainer.position, marks, trainer.bad_steps, trainer.optimizer.updates, counts)
         self.seen.append((name, *values, *where, weights.hexdigest()))
 
     def before_step(self, trainer: Trainer, event: StepStart) -> None:
@@ -259,8 +259,7 @@ def test_the_order_of_events_ahead(store: Path, tmp_path: Path) -> None:
 
 def losses_after_a_load(config: Config) -> list[tuple[float, float]]:
     """(loss, held-out loss) with initial weights, and after reloading them following an evaluation of others."""
-    trainer = make_trainer(config)
-    trainer.start([])
+    trainer = started(config)
     saved = trainer.save()
     found = []
     for _ in range(2):
@@ -293,13 +292,9 @@ def test_what_needs_numbers_on_the_host_is_never_ahead(store: Path, tmp_path: Pa
 
 def test_the_timeline_of_one_step_holds_it_ahead_too(store: Path, tmp_path: Path) -> None:
     config = config_of(store, tmp_path, train={"steps": 5, "eval_every": 0, "save_every": 0, "profile": [2, 3]})
-    for mode in ("usual", "ahead"):
-        trainer = trainer_of(moved(config, mode), mode)
-        assert any(isinstance(hook, ProfileHook) for hook in trainer.hooks)
-        trainer.start([])
-        trainer.fit()
-        text = (tmp_path / mode / "profile/rank0.json").read_text()
-        assert all(f'"step {step}"' in text for step in (2, 3)) and '"step 1"' not in text
+    run(config, "ahead")
+    text = (tmp_path / "ahead/profile/rank0.json").read_text()
+    assert all(f'"step {step}"' in text for step in (2, 3)) and '"step 1"' not in text
 
 
 def test_seconds_of_a_step_leave_out_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

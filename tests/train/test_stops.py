@@ -23,7 +23,7 @@ from boost.train.signals import StopRequest
 from tests.distributed import run_distributed
 from tests.matrices import first
 from tests.train.commands import QUIET, Command, saved_steps
-from tests.train.runs import Do, make_config, make_trainer
+from tests.train.runs import Do, make_config, make_trainer, started
 
 
 def signal_at(event: str, step: int, number: int = signal.SIGTERM, rank: int = 0) -> Hook:
@@ -120,8 +120,7 @@ def signalled_on_one(store: str, run: str, event: str) -> tuple[int, str | None,
             count_batches(patch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
         # Without saves, only the statistics of the next step can tell the other process.
         sections = {"save_every": 0 if event == "after_step" else 2, "eval_every": 2 if event == "evaluation" else 0}
-        trainer = make_trainer(make_config(Path(store), Path(run), tp=2, train=sections), hook)
-        trainer.start([])
+        trainer = started(make_config(Path(store), Path(run), tp=2, train=sections), hook)
         result = trainer.fit()
         torch.distributed.barrier()
     assert result.by_signal and result.received_signal == (rank == 1)
@@ -147,8 +146,7 @@ def signalled_at_random(store: str, run: str, seed: int) -> tuple[int, str | Non
         strike = threading.Timer(after_s, os.kill, (os.getpid(), number))
         if torch.distributed.get_rank() == victim:
             strike.start()
-        trainer = make_trainer(make_config(Path(store), Path(run), tp=2, train=sections), MetricsHook())
-        trainer.start([])
+        trainer = started(make_config(Path(store), Path(run), tp=2, train=sections), MetricsHook())
         result = trainer.fit()
     torch.distributed.barrier()
     return result.position.step, result.stopped_by, saved_steps(Path(run))

@@ -12,7 +12,7 @@ so a folder with the final name is complete. Files that the manifest does not li
 
 Modules, in the order in which a save and then a load use them:
 
-write.py      writes each process's files, in the foreground or the background; a run's last save
+write.py      writes each process's files, in the foreground or the background
 commit.py     temporary folder, manifest, rename, removal of earlier checkpoints
 verify.py     checks that a folder is a complete, undamaged checkpoint
 load.py       finds and opens a checkpoint; reads its weights, optimizer state and position
@@ -52,14 +52,13 @@ from boost.train.checkpoint.write import (
     SavedCheckpoint,
     fallback_folder,
     finish_weights,
-    last_save_attempts,
 )
 
 __all__ = [
     "BestCheckpoint", "Checkpoint", "CheckpointSaver", "HUB", "PREFIX", "Position", "SavedCheckpoint", "TRAITS",
     "WeightReader",
     "checkpoint_path", "complete_checkpoints", "fallback_folder", "find_checkpoint", "finish_weights", "folder_identity",
-    "incomplete_warnings", "last_save_attempts", "load_training_state", "load_weights", "marks_of", "open_checkpoint",
+    "incomplete_warnings", "load_training_state", "load_weights", "marks_of", "open_checkpoint",
     "open_on_all", "read_best", "read_checkpoint", "require_fits", "rotate", "step_of", "supersede",
     "verifying", "write_best",
 ]  # fmt: skip

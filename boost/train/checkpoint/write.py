@@ -1,4 +1,4 @@
-"""Writes each process's part of a checkpoint, in the foreground or the background, including a run's last save.
+"""Writes each process's part of a checkpoint, in the foreground or the background.
 
 1. `CheckpointSaver` takes a `Snapshot` of this process's slices (reshard.py) and of the position. A foreground save refers to the
    weights themselves; a background save copies them to host memory, and training waits only for this copy.
@@ -9,8 +9,6 @@
 
 A background save runs in a thread rather than a process, because writing, syncing and hashing release the GIL, and a
 process would need the copy in shared memory.
-
-A run whose last save fails loses its weights, so this save is retried and falls back to another folder (`last_save_attempts`).
 """
 
 import contextlib
@@ -23,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -73,8 +71,6 @@ NICENESS = 6
 """Lower priority of a background save: where it needs a core of the training loop, the loop keeps more than 0.7 of its speed."""
 ABANDON_S = 5.0
 """How long to wait for an abandoned save to end, in seconds; it may be writing a file."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
-"""First and longest wait between attempts at the last save, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -411,37 +407,6 @@ def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return not ((values & _BF16_EXPONENT) == _BF16_EXPONENT).any()
     return bool(np.isfinite(values).all())
-
-
-# A run's last save.
-
-
-def last_save_attempts(
-    folder: Path, fallback: Path | None, minutes: float, urgent: bool
-) -> list[tuple[Path, float, str]]:
-    """Attempts at a run's last save, until one succeeds: in `folder`, with retries for `minutes`, then in `fallback`. Each is a
-    folder, the seconds to wait first, and what the user is told then, after the reason for the previous failure.
-
-    `urgent`: the process may be killed soon, so it tries `fallback` before the retries. Attempts specify waits instead
-    of times, so that all processes follow them without communication.
-    """
-    waits = list(retry_waits(minutes))
-    setting = f"(run.save_retry_minutes = {minutes:g})"
-    again = [
-        (folder, wait, f"free disk space; retry {number} of {len(waits)} follows in {wait:.0f} s {setting}")
-        for number, wait in enumerate(waits, start=1)
-    ]
-    elsewhere = [(fallback, 0.0, f"saving in '{fallback}' (run.fallback_dir)")] if fallback else []
-    return [(folder, 0.0, ""), *(elsewhere + again if urgent else again + elsewhere)]
-
-
-def retry_waits(minutes: float) -> Iterator[float]:
-    """Yields the wait before each retry, in seconds. Waits double up to one minute and take `minutes` in total."""
-    left, wait = 60 * minutes, FIRST_WAIT_S
-    while left > 0:
-        yield min(wait, left)
-        left -= wait
-        wait = min(2 * wait, LONGEST_WAIT_S)
 
 
 def fallback_folder(config: Config) -> Path | None:
