@@ -211,11 +211,26 @@ def test_second_derivatives_are_refused(with_targets: bool) -> None:
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
-def test_shared_layers_do_not_share_a_cache() -> None:
+def test_no_two_layers_use_one_cache() -> None:
     model = Decoder(**sizes("cola"))
     model.layers[1] = model.layers[0]
-    with pytest.raises(ConfigError, match="layers share attn, but each needs a cache"):
+    with pytest.raises(ConfigError, match=r"attn\.layer of the layers is \[0, 0\].* copy shared modules"):
         model.make_caches(1, 8)
+    model.layers[1] = copy.deepcopy(model.layers[0])
+    with pytest.raises(ConfigError, match="set attn.layer to the index in layers"):
+        model.make_caches(1, 8)
+    model.layers[1].attn.layer = 1
+    assert len(model.make_caches(1, 8)) == 2
+    del model.layers[0]
+    with pytest.raises(ConfigError, match=r"the layers is \[1\]"):
+        model.make_caches(1, 8)
+
+
+def test_a_module_in_place_of_a_sublayer_is_named() -> None:
+    model, (tokens, _) = Decoder(**sizes("cola")), data()
+    model.layers[1].mlp = torch.nn.Identity()
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp is a .*Identity, not a LowRankMLP; use a subclass"):
+        model(tokens)
 
 
 def test_generation_calls_modules() -> None:
