@@ -476,7 +476,6 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
     ) -> "tuple[object, ...] | CausalLMOutputWithPast":
         """Returns logits [B, S, V], only for the last `logits_to_keep` tokens if not 0. With `labels` [B, S], also returns the mean
         next-token cross-entropy (ignoring labels of -100)."""
-        loss_kwargs = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         hidden = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -490,7 +489,7 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden.last_hidden_state[:, last])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **loss_kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -65,6 +65,10 @@ def test_logits_and_loss_are_equal(pair: tuple[Decoder, Any]) -> None:
     masked[:, :7] = -100
     kept = torch.nn.functional.cross_entropy(expected[:, 6:-1].flatten(0, 1), tokens[:, 7:].flatten())
     torch.testing.assert_close(theirs(tokens, labels=masked).loss, kept, rtol=1e-5, atol=0)
+    # As trainers ask for it: the targets of each position, and the number of all targets in the step.
+    targets = {"labels": tokens, "shift_labels": tokens.roll(-2, 1), "num_items_in_batch": 7}
+    total = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens.roll(-2, 1).flatten(), reduction="sum")
+    torch.testing.assert_close(theirs(tokens, **targets).loss, total / 7, rtol=1e-5, atol=0)
     assert_close(theirs(tokens, logits_to_keep=2).logits, expected[:, -2:])
     states = theirs(tokens, output_hidden_states=True).hidden_states
     assert len(states) == ours.model.layers + 1
