@@ -24,6 +24,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 try:
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -506,6 +507,9 @@ class ColaForCausalLM(BoostForCausalLM):
     config_class = ColaConfig
     _tp_plan = None
 
+
+# `Trainer` shifts the labels for label smoothing only if the class is in this table.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(boost="BoostForCausalLM", cola="ColaForCausalLM")
 
 # `transformers serve` looks up the class that config.json names among transformers' own classes, even with --trust-remote-code.
 if (_server := sys.modules.get("transformers.cli.serving.model_manager")) is not None:

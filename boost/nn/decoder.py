@@ -140,6 +140,11 @@ class Decoder(decoder.Decoder):
                 f"lm_head.weight {'is' if self.is_tied else 'is not'} embedding.weight, but the decoder was built with tied = "
                 f"{self.model.tied}, and layouts shard them differently over TP ranks; build it with tied = {self.is_tied}"
             )
+        for name, given in (("targets", targets), ("document_ids", document_ids)):
+            if given is not None and given.shape != tokens.shape:
+                raise ConfigError(
+                    f"{name} has shape {list(given.shape)}, but tokens has {list(tokens.shape)}; pass one for each token"
+                )
         if targets is not None:
             _check_targets(targets, self.model.vocab_size)
         self._batch = tokens.shape[0]

@@ -76,6 +76,19 @@ def test_logits_and_loss_are_equal(pair: tuple[Decoder, Any]) -> None:
 
 
 @torch.no_grad()
+def test_trainers_shift_smoothed_labels(pair: tuple[Decoder, Any], tmp_path: Path, transformers: Any) -> None:
+    pytest.importorskip("accelerate")
+    ours, theirs = pair
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    logits, labels = all_logits(ours, tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    smoothed = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    arguments = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(theirs, arguments)
+    loss = trainer.compute_loss(theirs, {"input_ids": tokens, "labels": tokens.clone()})
+    torch.testing.assert_close(loss, smoothed, rtol=1e-5, atol=0)
+
+
+@torch.no_grad()
 def test_text_is_equal_with_and_without_cache_and_padding(pair: tuple[Decoder, Any]) -> None:
     ours, theirs = pair
     theirs.set_attn_implementation("sdpa")

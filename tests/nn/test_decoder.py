@@ -186,6 +186,13 @@ def test_targets_outside_the_vocabulary_raise_as_in_torch(wrong: int) -> None:
         torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.parametrize("name", ["targets", "document_ids"])
+def test_each_token_has_one(name: str) -> None:
+    tokens, targets = data()
+    with pytest.raises(ConfigError, match=rf"{name} has shape \[2, 3\], but tokens has \[2, 16\]"):
+        Decoder(**sizes("cola"))(tokens, **{"targets": targets, name: targets[:, :3]})
+
+
 @pytest.mark.parametrize("name", ["double", "bfloat16", "half"])
 def test_computation_follows_the_weights(name: str) -> None:
     tokens, targets = data()
@@ -377,6 +384,7 @@ def test_accumulation_sums_partial_gradients_once() -> None:
         ({"layout": "btq"}, r"parallel\.layout = 'btq'.*did you mean 'btp'"),
         ({"family": "colla"}, r"model\.family = 'colla'.*did you mean 'cola'"),
         ({"recompute": "some"}, r"recompute = 'some' is not a policy; valid values: none"),
+        ({"dtype": "bfloat16"}, r"dtype = 'bfloat16' is not a torch\.dtype; pass one, such as torch\.bfloat16"),
         ({"dp": 2}, r"dp = 2 does not apply to a module"),
     ],
 )
