@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from boost.errors import ConfigError
 from boost.format import format_count
@@ -60,6 +62,7 @@ def lowrank(
     Raises ConfigError if no linear matches, a pattern matches nothing, an argument is invalid, a matching linear has an adapter or
     hooks, or `include` names a linear with a shared weight. An error leaves the module as it was.
     """
+    _check_unwrapped(module)
     by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
     for of_pattern in by_pattern.values():
         _check_rank(of_pattern)
@@ -83,6 +86,16 @@ def lowrank(
             if what := attached(linear):
                 raise ConfigError(
                     f"'{name}' {what}, which its factors would not have; attach it after boost.lowrank, or exclude the linear"
+                )
+            kind, dtype = type(linear.weight), linear.weight.dtype
+            if (
+                kind not in (nn.Parameter, torch.Tensor)
+                or dtype.itemsize < 2
+                or not (dtype.is_floating_point or dtype.is_complex)
+            ):
+                raise ConfigError(
+                    f"'{name}' has a weight of type {kind.__name__} ({dtype}), which has no SVD; factorize before quantizing, or "
+                    "exclude the linear"
                 )
             chosen.append((name, linear, r))
     if not chosen:
@@ -130,6 +143,7 @@ def ranks_of(module: nn.Module) -> dict[str, int]:
 def merge_lowrank(module: nn.Module) -> nn.Module:
     """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError if
     there is an activation, because no dense linear is equivalent."""
+    _check_unwrapped(module)
     parts = module.named_modules(remove_duplicate=False)
     found = {name: part for name, part in parts if isinstance(part, LowRankLinear)}
     # All before the first replacement: an error leaves the module as it was.
@@ -170,8 +184,12 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
 
     def build(model: Any, config: Any, *rest: Any, **more: Any) -> None:
         base.__init__(model, config, *rest, **more)  # type: ignore[misc]
-        linears = dict(model.named_modules())
+        linears, prefix = dict(model.named_modules()), f"{getattr(base, 'base_model_prefix', '')}."
         for place, rank in ranks.items():
+            # Names may be those of the base model, or the saved model may be the base of the one that was factorized.
+            place = next(
+                (name for name in (place, prefix + place, place.removeprefix(prefix)) if name in linears), place
+            )
             linear = linears.get(place)
             if not (isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"):
                 raise ConfigError(f"'{path}': {SAVED} names module {place!r}, which is not a linear of {name}")
@@ -186,6 +204,15 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
     return model
 
 
+def _check_unwrapped(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
+            raise ConfigError(
+                f"module is wrapped in {type(part).__name__}, which would not average the gradients of new parameters; wrap it "
+                "afterwards"
+            )
+
+
 def _check_rank(rank: object) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int | float):
         raise ConfigError(f"rank = {rank!r} is not a number; use a rank such as 64, or a fraction of each width (0.25)")
@@ -198,9 +225,12 @@ def _check_rank(rank: object) -> None:
 
 
 def _record(module: nn.Module, activation: str) -> None:
-    """Writes the ranks to the configuration of a transformers model, so that they are saved with it."""
-    if hasattr(config := getattr(module, "config", None), "to_dict"):
-        if ranks := ranks_of(module):
+    """Writes the ranks to the configuration of a transformers model, also inside a wrapper, so that they are saved with it."""
+    owner = next(
+        (part for part in module.modules() if isinstance(getattr(type(part), "base_model_prefix", None), str)), None
+    )
+    if owner is not None and hasattr(config := getattr(owner, "config", None), "to_dict"):
+        if ranks := ranks_of(owner):
             setattr(config, SAVED, {"ranks": ranks, "activation": activation})
         elif hasattr(config, SAVED):
             delattr(config, SAVED)

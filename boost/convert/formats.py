@@ -45,11 +45,11 @@ _ROPE = {
 """Our names -> transformers' names, for Llama 3.1's RoPE scaling (rope_type = 'llama3')."""
 _READ = {
     *_FIELDS.values(), *_OWN, *_HEADS, *_ROPE,
-    "architectures", "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "initializer_range", "lr_act_type",
-    "max_position_embeddings", "mlp_bias", "model_type", "num_key_value_heads", "only_lr_act", "original_max_position_embeddings",
-    "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
+    "architectures", "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "initializer_range", "is_causal",
+    "lr_act_type", "max_position_embeddings", "mlp_bias", "model_type", "num_key_value_heads", "only_lr_act",
+    "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
     # No effect on what a model computes.
-    "_attn_implementation_autoset", "_name_or_path", "auto_map", "boost_version", "dtype", "pad_token_id", "pretraining_tp",
+    "_attn_implementation_autoset", "_name_or_path", "boost_version", "dtype", "pad_token_id", "pretraining_tp",
     "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 """Fields of config.json that an import reads or may leave out; it names any other."""
@@ -170,7 +170,7 @@ def read_folder(path: Path) -> Folder:
             "'cola' (the official classes), and 'boost' (our own exports)"
         )
     where, defaults = f"'{path}/config.json'", _DEFAULTS.get(kind, {})
-    content, read = {**defaults, **content}, _READ | defaults.keys()
+    content, read = {**defaults, **content}, _READ | (defaults.keys() if kind in _DEFAULTS else {"auto_map"})
     if kind == "mistral" and content["num_key_value_heads"] is None:
         raise ConfigError(
             f"num_key_value_heads = null in {where} is not valid for Mistral; set it to the number of heads"
@@ -205,7 +205,11 @@ def read_folder(path: Path) -> Folder:
                 return first
         return None
 
-    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in content.items() if value and key not in read)
+    rope_type, rope = _rope(content)
+    read_of_rope = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
+    read_of_rope |= {*_ROPE.values()} if rope_type == "llama3" else set()
+    others = {**content, **{f"rope_parameters.{key}": rope[key] for key in rope.keys() - read_of_rope}}
+    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items() if value and key not in read)
     return Folder(
         model,
         "llama" if kind in _DEFAULTS else kind,
@@ -302,6 +306,8 @@ def _require_supported(kind: str, content: JsonObject, where: str) -> None:
     for field in ("mlp_bias",) if kind in ("llama", "qwen3", "smollm3") else ("attention_bias", "mlp_bias"):
         if content.get(field):
             raise ConfigError(f"{field} = true in {where} is not supported for {kind!r}; valid value: false")
+    if not content.get("is_causal", True):
+        raise ConfigError(f"is_causal = false in {where} is not supported (bidirectional attention); valid value: true")
     for field in _NOT_ONE:
         if (value := content.get(field)) not in (None, 1):
             raise ConfigError(f"{field} = {value!r} in {where} is not supported; valid value: 1 (or no such field)")

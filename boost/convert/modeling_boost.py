@@ -24,6 +24,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 try:
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -476,7 +477,6 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
     ) -> "tuple[object, ...] | CausalLMOutputWithPast":
         """Returns logits [B, S, V], only for the last `logits_to_keep` tokens if not 0. With `labels` [B, S], also returns the mean
         next-token cross-entropy (ignoring labels of -100)."""
-        loss_kwargs = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         hidden = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -490,7 +490,7 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden.last_hidden_state[:, last])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **loss_kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -507,6 +507,9 @@ class ColaForCausalLM(BoostForCausalLM):
     config_class = ColaConfig
     _tp_plan = None
 
+
+# `Trainer` shifts the labels for label smoothing only if the class is in this table.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(boost="BoostForCausalLM", cola="ColaForCausalLM")
 
 # `transformers serve` looks up the class that config.json names among transformers' own classes, even with --trust-remote-code.
 if (_server := sys.modules.get("transformers.cli.serving.model_manager")) is not None:

@@ -70,18 +70,20 @@ def conversation_of(record: object) -> Conversation:
         if isinstance(record.get(name), str):
             record[name] = _decoded(record[name], name)
     form, messages = _by_form(record)
+    used = {*form, "chat_template_kwargs", "documents", "tools"}
+    used |= set() if record.get("tools") else {"functions"}
+    used |= {"label"} if record.get("label") is True else set()
     system = record.get("system")
-    if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
-        messages.insert(0, {"role": "system", "content": system})
+    if isinstance(system, str) and not (messages and messages[0]["role"] == "system"):
+        messages[:0] = [{"role": "system", "content": system}] if system else []
+        used.add("system")
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()  # nothing is learned from unanswered messages
     if not messages:
         raise Malformed("without an assistant message")
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
         raise Malformed("without an assistant message that counts toward the loss")
-    template = _template_fields(record)
-    used = {*form, "system", "label", "tools", "functions", "documents", "chat_template_kwargs"}
-    return Conversation(messages, template, [key for key in record if key not in used])
+    return Conversation(messages, _template_fields(record), [key for key in record if key not in used])
 
 
 def _by_form(record: JsonObject) -> tuple[tuple[str, ...], list[JsonObject]]:
@@ -95,9 +97,8 @@ def _by_form(record: JsonObject) -> tuple[tuple[str, ...], list[JsonObject]]:
         messages = [_message(message, role, content) for message, (role, content) in turns]
         return ("conversations",), messages
     if "instruction" in record and "output" in record:
-        asked = _text(record["instruction"], "instruction")
-        if more := _text(record.get("input") or "", "input"):
-            asked = f"{asked}\n\n{more}"
+        parts = _text(record["instruction"], "instruction"), _text(record.get("input") or "", "input")
+        asked = "\n\n".join(filter(None, parts))
         history = record.get("history") or []  # earlier exchanges, as LLaMA-Factory reads them
         if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
             raise Malformed("with a 'history' that is not a list of question-answer pairs")
@@ -167,8 +168,10 @@ def _message(message: object, role: str, content: str) -> JsonObject:
             raise Malformed(f"with {key!r} = {counts!r:.20} in a message, but only 0 and 1 are supported")
     if any(message.get(key) == 0 for key in _COUNTS):
         others["weight"] = 0
-    if call := others.pop("function_call", None):  # the older form of one tool call
-        others.setdefault("tool_calls", [{"type": "function", "function": call}])
+    if other := {"role", "content"} & others.keys():
+        raise Malformed(f"with both {role!r} and {min(other)!r} in a message")
+    if "tool_calls" not in others and (call := others.pop("function_call", None)):  # the older form of one tool call
+        others["tool_calls"] = [{"type": "function", "function": call}]
     calls = others.get("tool_calls")
     if isinstance(calls, str) and calls:
         calls = others["tool_calls"] = _decoded(calls, "tool_calls")
@@ -177,6 +180,7 @@ def _message(message: object, role: str, content: str) -> JsonObject:
     text = message.get(content)
     if isinstance(text, list):  # the template may read the parts
         for part in text:
+            _refuse(part if isinstance(part, dict) else {})
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = repr(part.get("type"))[:40] if isinstance(part, dict) else _kind(part)
                 raise Malformed(f"with a part of type {kind} in {content!r}, which is not supported")

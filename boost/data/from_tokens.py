@@ -45,6 +45,8 @@ _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLMC_HEADER_BYTES = 1024
 _LLMC_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_FOREIGN = {b"LITPKDS": "LitGPT", b"\x93NUMPY": "NumPy", b"PK\x03\x04": "torch.save or NumPy"}
+"""Formats of arrays that other tools may store in .bin files, by their first bytes."""
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 
 
@@ -124,13 +126,21 @@ def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
         if size != _LLMC_HEADER_BYTES + int(header[2]) * kind.itemsize:
             raise DataError(f"{path}: {size} bytes do not hold the {header[2]} ids of its header; copy the file again")
         return TokenFile(path, kind, split, header=_LLMC_HEADER_BYTES // kind.itemsize)
+    owner = next((name for magic, name in _FOREIGN.items() if header.tobytes().startswith(magic)), "")
+    if path.name.startswith("chunk-") and path.with_name("index.json").is_file():
+        owner = "LitData"
+    if owner:
+        raise DataError(
+            f"{path}: a file of {owner}, whose header is not ids; write the ids alone, e.g. with NumPy's tofile"
+        )
     if size % kind.itemsize:
         raise DataError(
             f"{path}: {size} bytes are not a whole number of {dtype} ids; check --token-dtype, or copy the file again"
         )
     sample = np.fromfile(path, kind, _SAMPLE)
-    if dtype == "uint16" and len(sample) >= 64 and not sample[1::2].any() and sample[::2].any():
-        raise DataError(f"{path}: every second id is 0, as if the ids were uint32; pass --token-dtype uint32")
+    if len(sample) >= 64 and not sample[1::2].any() and sample[::2].any():
+        fix = "pass --token-dtype uint32" if dtype == "uint16" else "write them as uint32, e.g. with NumPy's astype"
+        raise DataError(f"{path}: every second id is 0, as if the ids were wider than {dtype}; {fix}")
     return TokenFile(path, kind, split)
 
 

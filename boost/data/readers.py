@@ -52,7 +52,7 @@ def with_compression(*suffixes: str) -> tuple[str, ...]:
     return tuple(f"{suffix}{packed}" for suffix in suffixes for packed in ("", *_COMPRESSION))
 
 
-JSON_SUFFIXES = with_compression(".jsonl", ".ndjson", ".json")
+JSON_SUFFIXES = with_compression(".jsonl", ".jsonlines", ".ndjson", ".json")
 
 
 class Unreadable(Exception):

@@ -25,7 +25,7 @@ from boost.models.init import initialize
 from boost.models.interface import Flow
 from boost.nn.plain import EMBEDDING, call, difference, is_read, stored_parameters
 from boost.nn.spec import Spec, autocast_resolved
-from boost.nn.sublayers import Block, add_norm, as_spec, uninitialized_linear
+from boost.nn.sublayers import Block, WrappedBlock, add_norm, as_spec, uninitialized_linear
 from boost.nn.weights import local_weight, once_differentiable, shard_weights, whole_weight
 
 
@@ -75,8 +75,8 @@ class Decoder(decoder.Decoder):
     # A training run's decoder stores these as fused parameters.
 
     @property
-    def blocks(self) -> nn.ModuleList:  # type: ignore[override]
-        return self.layers
+    def blocks(self) -> list[Block | WrappedBlock]:  # type: ignore[override]
+        return [block if isinstance(block, Block) else WrappedBlock(block) for block in self.layers]
 
     @property
     def embed(self) -> Tensor:  # type: ignore[override]
@@ -140,6 +140,11 @@ class Decoder(decoder.Decoder):
                 f"lm_head.weight {'is' if self.is_tied else 'is not'} embedding.weight, but the decoder was built with tied = "
                 f"{self.model.tied}, and layouts shard them differently over TP ranks; build it with tied = {self.is_tied}"
             )
+        for name, given in (("targets", targets), ("document_ids", document_ids)):
+            if given is not None and given.shape != tokens.shape:
+                raise ConfigError(
+                    f"{name} has shape {list(given.shape)}, but tokens has {list(tokens.shape)}; pass one for each token"
+                )
         if targets is not None:
             _check_targets(targets, self.model.vocab_size)
         self._batch = tokens.shape[0]
@@ -196,8 +201,12 @@ class Decoder(decoder.Decoder):
         return stored_parameters(self, Decoder(spec), is_copy=False)
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
-        if len({id(block.attn) for block in self.layers}) < len(self.layers):
-            raise ConfigError("layers share attn, but each needs a cache for generation; copy the shared module")
+        numbers = [cast(Block, block).attn.layer for block in self.layers]
+        if sorted(numbers) != list(range(len(numbers))):  # blocks or attn were shared, added or removed
+            raise ConfigError(
+                f"attn.layer of the layers is {numbers}, but each needs a cache for generation; copy shared modules, and set "
+                "attn.layer to the index in layers"
+            )
         return super().make_caches(batch, capacity)
 
 

@@ -62,6 +62,9 @@ class Spec:
 
         Raises ConfigError if a field is invalid, with one line that states the field, its value and the nearest valid value.
         """
+        for name, given in (("dtype", dtype), ("compute_dtype", compute_dtype)):
+            if given is not None and not isinstance(given, torch.dtype):
+                raise ConfigError(f"{name} = {given!r} is not a torch.dtype; pass one, such as torch.bfloat16")
         self.tp = tp_axis(mesh)
         self.tp_mesh: DeviceMesh | None = None
         if isinstance(mesh, DeviceMesh) and self.tp.size > 1:

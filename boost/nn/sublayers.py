@@ -391,9 +391,11 @@ class Block(TransformerBlock):
             if is_read(what, 1) or (what is None and layout.halves):
                 yield from sublayer.run(layout, flow, context)
                 continue
+            name = f"layers.{self.layer_index}.{kind.name}"
             if layout.halves:
-                name = f"layers.{self.layer_index}.{kind.name}"
                 raise ConfigError(f"{name} {what}: overlap = 'halves' does not call it; attach it to the block")
+            if not hasattr(sublayer, "groups"):
+                raise ConfigError(f"{name} {what}, not a {kind.__name__}; use a subclass of it, or a hook")
             before = [Stream(flow.x, tuple(flow.take() for group in sublayer.groups if group.takes_prev))]
             made = sublayer(*_tensors(layout, before, [context]), run=(layout, [context]))
             ((flow.x, latents),) = _streams(made, 1)
@@ -406,8 +408,7 @@ class Block(TransformerBlock):
         layout, streams, contexts = arguments
         if is_read(difference(self, Block), 1):
             return super().forward(layout, streams, contexts)
-        made = super().__call__(*_tensors(layout, streams, contexts), run=(layout, contexts))
-        return _streams(made, len(contexts))
+        return _call_on_tensors(super().__call__, layout, streams, contexts)
 
     def forward(self, x: Tensor, *rest: Tensor, batch: int | None = None, run: Run | None = None) -> Output:  # type: ignore[override]
         """[B, S, D] -> [B, S, D]: the residual stream after the block, as in `LowRankAttention.forward`.
@@ -419,3 +420,23 @@ class Block(TransformerBlock):
         layout, contexts = run
         made = _tensors(layout, super().forward(layout, _streams((x, *rest), len(contexts)), contexts), contexts)
         return made if len(made) > 1 else made[0]
+
+
+class WrappedBlock:
+    """A module around a block, such as `checkpoint_wrapper`'s. It gets tensors, because reentrant checkpointing, for one, passes no
+    gradient to tensors in lists."""
+
+    is_plain = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.is_compiled = bool(getattr(module, "is_compiled", False))
+
+    def __call__(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
+        return _call_on_tensors(self._module, layout, streams, contexts)
+
+
+def _call_on_tensors(
+    module: Callable[..., Output], layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]
+) -> list[Stream]:
+    return _streams(module(*_tensors(layout, streams, contexts), run=(layout, contexts)), len(contexts))

@@ -145,6 +145,32 @@ def test_any_architecture_trains_is_saved_loaded_and_merged(name: str, tmp_path:
     torch.testing.assert_close(merged(**inputs).loss, loss, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("way", ["base factorized", "base saved", "compiled"])
+def test_ranks_are_those_of_the_model_that_is_saved(way: str, tmp_path: Path, transformers: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).eval()
+    factorized = {
+        "base factorized": model.model,
+        "base saved": model,
+        "compiled": torch.compile(model, backend="eager"),
+    }
+    boost.lowrank(factorized[way], 8)
+    saved = model.model if way == "base saved" else model
+    saved.save_pretrained(tmp_path)
+    tokens = torch.randint(2, 64, (2, 9))
+    again = boost.load_lowrank(tmp_path).eval()
+    assert torch.equal(again(tokens)[0], saved(tokens)[0]) and ranks_of(again) == ranks_of(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_weights_are_refused(dtype: torch.dtype) -> None:
+    model = mlp()
+    model[0].weight = nn.Parameter(model[0].weight.to(dtype), requires_grad=False)
+    with pytest.raises(ConfigError, match=rf"'0' has a weight of type Parameter \({dtype}\).* exclude the linear"):
+        boost.lowrank(model, 2)
+    assert not ranks_of(model)
+
+
 def test_a_folder_without_ranks_is_refused(tmp_path: Path, transformers: Any) -> None:
     transformers.LlamaConfig(**TINY).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"its config\.json has no valid boost_lowrank"):

@@ -94,7 +94,7 @@ def write(draw: random.Random, folder: Path) -> None:
         ("rope_scaling", ROPES), ("rope_parameters", ROPES), ("rope_theta", (777.0, 20000.0)),
         ("original_max_position_embeddings", (32,)), ("num_key_value_heads", (None,)), ("attention_dropout", (0.1,)),
         ("tie_word_embeddings", (True, False)), *([] if "head_dim" in more else [("head_dim", (dim // heads, None))]),
-        *windows.items(),
+        *windows.items(), ("is_causal", (True, False)),
     ):  # fmt: skip
         if (chance := draw.random()) < 0.25:
             content[field] = draw.choice(values)

@@ -65,10 +65,27 @@ def test_logits_and_loss_are_equal(pair: tuple[Decoder, Any]) -> None:
     masked[:, :7] = -100
     kept = torch.nn.functional.cross_entropy(expected[:, 6:-1].flatten(0, 1), tokens[:, 7:].flatten())
     torch.testing.assert_close(theirs(tokens, labels=masked).loss, kept, rtol=1e-5, atol=0)
+    # As trainers ask for it: the targets of each position, and the number of all targets in the step.
+    targets = {"labels": tokens, "shift_labels": tokens.roll(-2, 1), "num_items_in_batch": 7}
+    total = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens.roll(-2, 1).flatten(), reduction="sum")
+    torch.testing.assert_close(theirs(tokens, **targets).loss, total / 7, rtol=1e-5, atol=0)
     assert_close(theirs(tokens, logits_to_keep=2).logits, expected[:, -2:])
     states = theirs(tokens, output_hidden_states=True).hidden_states
     assert len(states) == ours.model.layers + 1
     assert_close(theirs.lm_head(states[-1]), expected)
+
+
+@torch.no_grad()
+def test_trainers_shift_smoothed_labels(pair: tuple[Decoder, Any], tmp_path: Path, transformers: Any) -> None:
+    pytest.importorskip("accelerate")
+    ours, theirs = pair
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    logits, labels = all_logits(ours, tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    smoothed = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    arguments = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(theirs, arguments)
+    loss = trainer.compute_loss(theirs, {"input_ids": tokens, "labels": tokens.clone()})
+    torch.testing.assert_close(loss, smoothed, rtol=1e-5, atol=0)
 
 
 @torch.no_grad()

@@ -405,6 +405,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5 .* valid value: 1"),
     ({"model_type": "gemma3_text"}, "valid values: 'llama', 'mistral', 'qwen2', 'qwen3', 'smollm3' and 'cola'"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ({"is_causal": False}, r"is_causal = false .* \(bidirectional attention\)"),
     ({"model_type": "mamba"}, "model_type = 'mamba'"),
     (
         {"model_type": "mistral", "sliding_window": 4},
@@ -528,9 +529,16 @@ def test_an_adapter_next_to_the_weights_is_refused_with_the_command_that_merges(
 
 
 def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
-    llama_folder(tmp_path / "theirs", attention_dropout=0.1, sliding_window=None, use_cache=True)
+    rope = {"rope_scaling": {"rope_type": "default", "factor": 4.0}}
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    llama_folder(
+        tmp_path / "theirs", attention_dropout=0.1, sliding_window=None, use_cache=True, is_causal=True, **rope, **own
+    )
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
-    assert note.endswith("fields of config.json: attention_dropout = 0.1")
+    fields = (
+        'attention_dropout = 0.1, auto_map = {"AutoModelForCausalLM": "modeling_own.Own"}, rope_parameters.factor = 4.0'
+    )
+    assert note.endswith(f"fields of config.json: {fields}")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])

@@ -46,6 +46,7 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"system": "s", "conversations": SHARED}, [said("system", "s"), USER, ANSWER]),
     ({"instruction": "a", "input": "", "output": "b"}, [USER, ANSWER]),
     ({"instruction": "a", "input": "x", "output": "b"}, [said("user", "a\n\nx"), ANSWER]),
+    ({"instruction": "", "input": "a", "output": "b"}, [USER, ANSWER]),
     ({"prompt": "a", "completion": "b"}, [USER, ANSWER]),
     ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
     ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, [USER, {**ANSWER, "weight": 0}, USER, ANSWER]),
@@ -86,7 +87,12 @@ def test_what_a_template_may_need_is_kept() -> None:
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "with 'chosen': preference data"),
         ({"messages": "x"}, "with text as 'messages' that is not JSON"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "a part of type 'image_url'"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "a", "image": "x"}]}, ANSWER]},
+            "with 'image', which is not",
+        ),
         ({"messages": ["a"]}, "a message without 'role'"),
+        ({"conversations": [{**SHARED[0], "role": "x"}, SHARED[1]]}, "both 'from' and 'role' in a message"),
         ({"messages": [{"role": "user"}, said("assistant", "b")]}, "with null as 'content', not text"),
         ({"conversations": [{"from": "human", "value": 3}]}, "with a number as 'value', not text"),
         ({"instruction": "a", "output": " "}, "an empty answer"),
@@ -113,6 +119,17 @@ def test_every_field_of_a_record_is_used_or_named() -> None:
     found = conversation_of(record | {"id": 3, "source": "s", "images": [], "tools": None})
     assert found.template == {"documents": [{"text": "x"}], "thinking": True}
     assert found.unused == ["id", "source", "images"]
+    for other in ({"system": ["s"]}, {"label": 0}, {"label": "false"}):  # in no form that is read
+        assert conversation_of({"messages": [USER, ANSWER], **other}).unused == [*other]
+    twice = {
+        "messages": [said("system", "s"), USER, ANSWER],
+        "system": "t",
+        "tools": tools,
+        "functions": [{"name": "g"}],
+    }
+    assert conversation_of(twice).unused == ["system", "functions"]
+    calls = {"tool_calls": [{"function": {"name": "f"}}], "function_call": {"name": "g"}}
+    assert conversation_of({"messages": [USER, {**ANSWER, **calls}]}).messages[1] == {**ANSWER, **calls}
 
 
 RECORDS = [{"messages": [said("user", f"question {i}"), said("assistant", f"answer {i}")]} for i in range(5)]

@@ -296,10 +296,33 @@ def test_raw_ids_end_documents_at_eos(dtype, tmp_path):
     assert documents_of(tmp_path / "all.bin", dtype=dtype) == [[1, 2, 3, 4, EOS], [5, EOS], [EOS], [6, 7]]
 
 
+def test_arrays_of_other_tools_are_named(tmp_path):
+    """Their headers would be read as ids."""
+    ids = np.arange(64, dtype="<u2")
+    path = tmp_path / "chunk-0-0.bin"
+    for name in ("NumPy", "LitGPT", "torch.save or NumPy", "LitData"):
+        with path.open("wb") as file:
+            match name:
+                case "NumPy":
+                    np.save(file, ids)
+                case "LitGPT":
+                    file.write(b"LITPKDS" + struct.pack("<QBQ", 1, 8, 64) + ids.tobytes())
+                case "torch.save or NumPy":
+                    np.savez(file, ids)
+                case "LitData":
+                    file.write(struct.pack("<III", 1, 12, 140) + ids.tobytes())
+                    (tmp_path / "index.json").write_text("{}")
+        with pytest.raises(DataError, match=f"a file of {name}, whose header is not ids"):
+            open_token_files(path, "uint16")
+
+
 def test_a_dtype_that_cannot_be_right_is_an_error(tmp_path, tokenizer, ids):
     np.concatenate(ids).astype("<u4").tofile(tmp_path / "wide.bin")
     with pytest.raises(DataError, match=r"wide.bin: every second id is 0, .*pass --token-dtype uint32"):
         open_token_files(tmp_path / "wide.bin", "uint16")
+    np.concatenate(ids).astype("<i8").tofile(tmp_path / "wide.bin")
+    with pytest.raises(DataError, match=r"wide.bin: every second id is 0, .* write them as uint32"):
+        open_token_files(tmp_path / "wide.bin", "uint32")
     np.arange(1, 50).astype("<u2").tofile(tmp_path / "narrow.bin")
     made = TokenInput(options(tmp_path, tokenizer, tmp_path / "narrow.bin"))
     with pytest.raises(DataError, match="--token-dtype uint16 cannot hold .* 70000 tokens"):

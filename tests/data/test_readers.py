@@ -248,7 +248,7 @@ def test_binary_data_is_not_taken_for_utf16(tmp_path):
     }
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonlines", ".json.gz"])
 def test_json_lines(tmp_path, suffix):
     lines = [
         b'{"text": "one", "n": 1}',

@@ -186,6 +186,13 @@ def test_targets_outside_the_vocabulary_raise_as_in_torch(wrong: int) -> None:
         torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.parametrize("name", ["targets", "document_ids"])
+def test_each_token_has_one(name: str) -> None:
+    tokens, targets = data()
+    with pytest.raises(ConfigError, match=rf"{name} has shape \[2, 3\], but tokens has \[2, 16\]"):
+        Decoder(**sizes("cola"))(tokens, **{"targets": targets, name: targets[:, :3]})
+
+
 @pytest.mark.parametrize("name", ["double", "bfloat16", "half"])
 def test_computation_follows_the_weights(name: str) -> None:
     tokens, targets = data()
@@ -211,11 +218,26 @@ def test_second_derivatives_are_refused(with_targets: bool) -> None:
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
-def test_shared_layers_do_not_share_a_cache() -> None:
+def test_no_two_layers_use_one_cache() -> None:
     model = Decoder(**sizes("cola"))
     model.layers[1] = model.layers[0]
-    with pytest.raises(ConfigError, match="layers share attn, but each needs a cache"):
+    with pytest.raises(ConfigError, match=r"attn\.layer of the layers is \[0, 0\].* copy shared modules"):
         model.make_caches(1, 8)
+    model.layers[1] = copy.deepcopy(model.layers[0])
+    with pytest.raises(ConfigError, match="set attn.layer to the index in layers"):
+        model.make_caches(1, 8)
+    model.layers[1].attn.layer = 1
+    assert len(model.make_caches(1, 8)) == 2
+    del model.layers[0]
+    with pytest.raises(ConfigError, match=r"the layers is \[1\]"):
+        model.make_caches(1, 8)
+
+
+def test_a_module_in_place_of_a_sublayer_is_named() -> None:
+    model, (tokens, _) = Decoder(**sizes("cola")), data()
+    model.layers[1].mlp = torch.nn.Identity()
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp is a .*Identity, not a LowRankMLP; use a subclass"):
+        model(tokens)
 
 
 def test_generation_calls_modules() -> None:
@@ -362,6 +384,7 @@ def test_accumulation_sums_partial_gradients_once() -> None:
         ({"layout": "btq"}, r"parallel\.layout = 'btq'.*did you mean 'btp'"),
         ({"family": "colla"}, r"model\.family = 'colla'.*did you mean 'cola'"),
         ({"recompute": "some"}, r"recompute = 'some' is not a policy; valid values: none"),
+        ({"dtype": "bfloat16"}, r"dtype = 'bfloat16' is not a torch\.dtype; pass one, such as torch\.bfloat16"),
         ({"dp": 2}, r"dp = 2 does not apply to a module"),
     ],
 )

@@ -7,6 +7,7 @@ habit of PyTorch users suggests: data parallelism, accumulation, clipping, compi
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,9 @@ def data_parallel() -> dict[str, float]:
     def ce(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
 
+    for change in (partial(boost.lowrank, rank=8), boost.merge_lowrank):
+        with pytest.raises(ConfigError, match="is wrapped in DistributedDataParallel.* wrap it afterwards"):
+            change(DistributedDataParallel(swapped()))
     plain = train(swapped(), loss=ce)
     return {
         "ddp": error(train(ddp, **on_dp), expected),

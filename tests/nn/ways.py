@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -271,8 +271,10 @@ MODEL: dict[str, Way] = {
 }
 """Ways for a whole model."""
 
+REENTRANT = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
 WRAPPERS: dict[str, Way] = {
     **{f"checkpoint_wrapper {path}": partial(put, path, checkpoint_wrapper) for path in STREAMS},
+    **{f"reentrant {path}": partial(put, path, REENTRANT) for path in STREAMS},
     **{f"own forward {path}": partial(own_forward, path) for path in STREAMS},
     **{f"subclass {path}": partial(doubled_class, path) for path in STREAMS},
 }
