@@ -469,10 +469,6 @@ def _start(
 # Messages between processes are JSON, so that reading one never executes code.
 
 
-HEALTH = ("bad_steps", "proven_step", "rollbacks", "furthest")
-"""What the trainer knows of the run's health, in addition to its position."""
-
-
 def state_of(trainer: Trainer) -> JsonObject:
     """The state that a rejoining replica needs besides weights and moments: the trainer's position, the state of its hooks, and
     what the others have read from files."""
@@ -482,7 +478,7 @@ def state_of(trainer: Trainer) -> JsonObject:
         "token": trainer.run.token,
         "inherited": trainer.inherited,
         "position": dataclasses.asdict(trainer.position),
-        "health": {name: getattr(trainer, name) for name in HEALTH},
+        "judge": trainer.judge.state(),
         "optimizer": transfer_of(trainer.optimizer).transfer_info(),
         "hooks": {type(hook).__name__: hook.state() for hook in hooks if not hook.main_only},
     }
@@ -495,8 +491,7 @@ def take_state(trainer: Trainer, state: JsonObject) -> None:
     trainer.run.token = state["token"]
     trainer.inherit(state["inherited"])
     trainer.position = Position(**state["position"])
-    for name in HEALTH:
-        setattr(trainer, name, state["health"][name])
+    trainer.judge.take_state(state["judge"])
     transfer_of(trainer.optimizer).load_transfer_info(state["optimizer"])
     for hook in trainer.hooks:
         if isinstance(hook, Hook) and (found := state["hooks"].get(type(hook).__name__)):

@@ -86,6 +86,6 @@ class Admission(Hook):
             trainer.requested |= StepFlags.JOIN
 
     def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        rolls_back = trainer.rollback_reason is not None  # they are still waiting after the next step
+        rolls_back = trainer.judge.rollback_reason is not None  # they are still waiting after the next step
         if event.joins and not (event.last or event.stopping or rolls_back):
             self._recovery.admit()

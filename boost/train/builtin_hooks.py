@@ -52,7 +52,7 @@ class BadStepLimit(Hook):
         if event.consecutive >= MAX_BAD_STEPS:
             optim, proven = trainer.config.optim, None
             with contextlib.suppress(OSError):
-                proven = trainer.proven()
+                proven = trainer.judge.proven()
             raise TrainingError(
                 f"{what}: not finite for {event.consecutive} steps in a row, and these steps changed no weights; resume with "
                 f"--resume {proven or 'PATH'} and a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
@@ -148,7 +148,7 @@ class PeriodicCheckpoint(Hook):
             self._best = None
 
     def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        rolls_back = trainer.rollback_reason is not None
+        rolls_back = trainer.judge.rollback_reason is not None
         if event.stopping or (trainer.at_end and not rolls_back):
             # A failure here ends the run, because no later save would preserve these weights.
             trainer.save_last(urgent=event.stopping)
@@ -178,7 +178,7 @@ class PeriodicCheckpoint(Hook):
 
         def remove_old() -> None:
             trainer.run.require_owned()
-            proven = trainer.proven()
+            proven = trainer.judge.proven()
             protected = best | {step for step in [ckpt.step_of(proven)] if step is not None} if proven else best
             ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected)
 

@@ -173,6 +173,15 @@ class SampleEnd:
 
 
 @dataclass(frozen=True)
+class RunTrouble:
+    """A problem that a run currently has."""
+
+    text: str
+    ruined: bool
+    """Whether the last step shows that the weights are unusable (`Position.trouble`). Otherwise they may be fine (`doubt`)."""
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """How a run ended."""
 

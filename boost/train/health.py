@@ -25,7 +25,7 @@ from typing import Literal
 
 from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
-from boost.train.events import Rollback, SaveStart, StepEnd, StepMetrics, TrainStart
+from boost.train.events import Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics, TrainStart
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 
@@ -111,44 +111,43 @@ class HealthMonitor(Hook):
     def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         if event.empty:  # the loss of an empty step says nothing about the weights
             return
-        step, found = event.metrics.step, self._detector.judge(event.metrics, event.skipped)
-        trouble = trainer.position.trouble or trainer.position.doubt
+        judge, step, found = trainer.judge, event.metrics.step, self._detector.judge(event.metrics, event.skipped)
         if found is None:
             self._healthy += 1
-            if not trouble:
-                trainer.proven_step = step - 1
+            if judge.trouble is None:
+                judge.proven_step = step - 1
             elif self._healthy < RECOVERED:
-                _mark(trainer, doubt=trouble)
+                judge.trouble = RunTrouble(judge.trouble.text, ruined=False)
             else:
                 trainer.warn(f"training has recovered: steps {step - RECOVERED + 1} to {step} were normal")
-                _mark(trainer)
+                judge.trouble = None
                 if self._owes_save:
                     self._owes_save = False
                     trainer.request_save()
             return
         kind, text = found[0], f"{found[0]} at step {step}: {found[1]}"
         self._healthy = 0
-        if not trouble:
+        if judge.trouble is None:
             proven = None
             with contextlib.suppress(OSError):  # only for the message
-                proven = trainer.proven()
+                proven = judge.proven()
             saved = f"the proven checkpoint '{proven}' is kept" if proven else "no checkpoint has been proven yet"
             trainer.warn(f"{text}; checkpoints are marked until training has recovered; {saved}")
-        _mark(trainer, **{"doubt" if kind == "spike" else "trouble": text})
+        judge.trouble = RunTrouble(text, ruined=kind != "spike")
         # A non-finite step changes no weights. Only a second one in a row means that the weights are ruined.
-        if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
-            trainer.rollback_reason = text
+        if self._rollback and (kind != "not finite" or judge.bad_steps > 1):
+            judge.rollback_reason = text
 
     def before_save(self, trainer: Trainer, event: SaveStart) -> str | None:
         trainer.position = replace(trainer.position, recent=self._detector.state())
-        trouble, doubt = trainer.position.trouble, trainer.position.doubt
-        if event.last or not (trouble or doubt):
+        trouble = trainer.judge.trouble
+        if event.last or trouble is None:
             return None
         self._owes_save = True
         has_better = False
         with contextlib.suppress(OSError):
             has_better = any(not ckpt.marks_of(path)[0] for path in trainer.saves.complete())
-        return trouble if trouble and has_better else None
+        return trouble.text if trouble.ruined and has_better else None
 
     def state(self) -> JsonObject:
         return {"healthy": self._healthy, "owes_save": self._owes_save, "recent": self._detector.state()}
@@ -159,7 +158,3 @@ class HealthMonitor(Hook):
 
     def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
         self._healthy, self._owes_save = 0, False
-
-
-def _mark(trainer: Trainer, trouble: str = "", doubt: str = "") -> None:
-    trainer.position = replace(trainer.position, trouble=trouble, doubt=doubt)

@@ -25,13 +25,14 @@ from boost.parallel.weights import forget_gathered
 from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train import events
-from boost.train.agreement import require_same, run_on_all, run_on_main
+from boost.train.agreement import require_same, run_on_all
 from boost.train.checkpoint import Checkpoint, CheckpointSaver, Position, SavedCheckpoint
-from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
+from boost.train.evaluate import Evaluation
 from boost.train.hardware import StepClock, memory_bytes, mfu, peak_flops
-from boost.train.heartbeat import Phase, enter, in_phase
+from boost.train.heartbeat import Phase, enter
+from boost.train.judge import Judge
 from boost.train.model import Model, build_model, initialize_model
-from boost.train.replicas import check_replicas, require_sound
+from boost.train.replicas import require_sound
 from boost.train.resume import check_resumable, inherited_data, require_start, resume_warnings
 from boost.train.rundir import RunDirectory, flat_config
 from boost.train.saves import Saves
@@ -45,10 +46,6 @@ SLOW_SAVE_S = 1.0
 """A save that waits longer than this, in seconds, for the previous background save logs a warning."""
 LAST_SAVE_S = 60.0
 """Maximum time, in seconds, for which a failing run waits for a background save to finish."""
-MAX_ROLLBACKS = 3
-"""Maximum number of rollbacks for the same problem."""
-PAST_TROUBLE = 32
-"""Number of steps past the furthest rollback request after which the problem is over and the count restarts."""
 
 BuildStepper = Callable[[Config, Mesh, Model, Batches], Stepper]
 
@@ -84,17 +81,6 @@ class Trainer:
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.peak_flops = peak_flops(mesh.device, getattr(torch, train.compute_dtype), config.run.peak_tflops)
         self.position = Position(0, 0)
-        """The current position, with the run's current problem (`HealthMonitor`), which checkpoints record."""
-        self.bad_steps = 0
-        """Consecutive bad steps up to the current position."""
-        self.proven_step = -1
-        """The last step whose weights the next step's loss proved healthy, with no trouble since."""
-        self.rollback_reason: str | None = None
-        """Why a rollback follows this step; None if none does. Set it in `Hook.after_step`, on all processes."""
-        self.rollbacks = self.furthest = 0
-        """Rollbacks for the current problem, and the furthest step at which one was requested."""
-        self._checked: Position | None = None
-        """Position of the last successful replica check."""
         self.inherited: JsonObject = {}
         """Data that this run's checkpoints inherit from the one that it resumed or started from."""
         self.resumed_from: Path | None = None
@@ -122,6 +108,7 @@ class Trainer:
         tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
         saver = CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh, run.require_owned)
         self.saves = Saves(config, mesh, run, saver, self.warn)
+        self.judge = Judge(self.stepper, self.heldout, self.saves)
 
     def _open_corpus(self) -> Corpus:
         """Opens the token stores. Raises the error of the first process that cannot, on all of them."""
@@ -157,6 +144,8 @@ class Trainer:
                 self.warnings.append(f"{error}; trying the previous checkpoint")
             else:
                 self.resumed_from = checkpoint.path
+                if checkpoint.position.doubt:
+                    self.judge.trouble = events.RunTrouble(checkpoint.position.doubt, ruined=False)
                 self.warnings += resume_warnings(checkpoint, resume_from, self.config)
                 log.info("resumed from %s at step %d", checkpoint.path, self.position.step)
                 break
@@ -218,7 +207,7 @@ class Trainer:
         """Loads weights, optimizer state, RNG states and position from a checkpoint. Collective. Raises CheckpointError."""
         position = ckpt.load_training_state(checkpoint, self.model, self.optimizer, self.mesh)
         forget_gathered(self.model)
-        self.position = replace(position, trouble="")
+        self.position = replace(position, trouble="", doubt="")
 
     @property
     def at_end(self) -> bool:
@@ -255,7 +244,7 @@ class Trainer:
 
     def _train(self) -> StepFlags:
         """Runs steps until the end or until any process requests a stop. Returns the flags that stopped the run, if any."""
-        stepper, saver = self.stepper, self.saves.saver
+        stepper, judge, saver = self.stepper, self.judge, self.saves.saver
         clock = StepClock(stepper.timed_on)
         self.signals_to_reduce = True
         passes: Passes | None = None
@@ -287,11 +276,11 @@ class Trainer:
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             save, joins = StepFlags.SAVE in stats.flags, StepFlags.JOIN in stats.flags
             empty = stats.is_finite and not stats.updates
-            end = events.StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save, empty, joins)
+            end = events.StepEnd(metrics, judge.bad_steps > 0, last, bool(stop), save, empty, joins)
             self.notify("after_step", end)
             if stop:
                 return stop
-            if self.rollback_reason is not None:
+            if judge.rollback_reason is not None:
                 self._roll_back()
         return StepFlags.NONE
 
@@ -327,9 +316,9 @@ class Trainer:
 
     def _count(self, stats: StepStats) -> None:
         """Counts bad steps. `stats`: statistics for the step that led to the current position."""
-        self.bad_steps = 0 if stats.is_finite else self.bad_steps + 1
+        self.judge.bad_steps = 0 if stats.is_finite else self.judge.bad_steps + 1
         if not stats.is_finite:
-            event = events.BadStep(self.position.step, stats.loss, stats.gradient_norm, self.bad_steps)
+            event = events.BadStep(self.position.step, stats.loss, stats.gradient_norm, self.judge.bad_steps)
             self.notify("on_bad_step", event)
         elif not stats.updates:
             say = log.info if self._said_empty else self.warn
@@ -342,20 +331,10 @@ class Trainer:
         Raises TrainingError if there is none, or if the run has not recovered after several rollbacks.
         """
         self.finish_save()
-        before, reason, self.rollback_reason = self.position, str(self.rollback_reason), None
-        # Resetting the count earlier would let the run fail at the same step forever.
-        self.rollbacks = self.rollbacks + 1 if before.step <= self.furthest + PAST_TROUBLE else 1
-        self.furthest = max(self.furthest, before.step)
+        before, reason = self.position, self.judge.begin_rollback(self.position.step)
 
         def load_proven() -> None:
-            # Only the main process searches, because others might see a folder while it is being renamed.
-            target = run_on_main(self.mesh, self.proven, TrainingError)
-            if target is None:
-                raise TrainingError(f"{reason}; train.on_spike = 'rollback', but there is no proven checkpoint")
-            if self.rollbacks > MAX_ROLLBACKS:
-                raise TrainingError(
-                    f"{reason}; {MAX_ROLLBACKS} rollbacks did not help; resume from '{target}' with a lower optim.lr"
-                )
+            target = self.judge.rollback_target(reason)
             self.load(ckpt.open_on_all(target, self.mesh))
             # They may look healthy, but are not. Do this now, because the run may be killed.
             self.saves.supersede_later(target, self.position.step)
@@ -364,24 +343,16 @@ class Trainer:
         self.mesh.together(load_proven)
         undone = before.step - self.position.step
         self.position = replace(self.position, skipped=before.skipped + undone)
-        self.bad_steps = 0
+        self.judge.bad_steps, self.judge.trouble = 0, None
         self.warn(f"{reason}; rolled back to step {self.position.step}, skipping the data of {undone} steps")
         self.notify("on_rollback", events.Rollback(self.position.step, before.step, reason))
-
-    def proven(self) -> Path | None:
-        """The newest checkpoint that is proven healthy; None if there is none. Raises OSError."""
-        return self.saves.proven(self.proven_step)
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
         """Evaluates the held-out split, or about `max_tokens` of it. Returns None if a signal stops the evaluation. Collective."""
         self._require_all_processes("evaluate")
         self.signals_to_reduce = True
-        mesh, train, isolate = self.mesh, self.config.train, self.config.data.isolate_documents
-        split = self.model, self.heldout, train.seq_len, train.micro_batch, isolate, mesh
-        try:
-            with in_phase(Phase.EVALUATION):
-                result = mesh.together(lambda: evaluate(*split, max_tokens, self._signal_now))
-        except EvaluationStopped:
+        result = self.judge.evaluate(max_tokens, self._signal_now)
+        if result is None:
             return None
         losses = result.loss, result.perplexity, result.bits_per_byte, result.tokens
         by_source = {name: source.loss for name, source in result.sources.items()}
@@ -405,9 +376,9 @@ class Trainer:
         if not self._may_save():
             return None
         if not wait:
-            self.saves.start(self.position)
+            self.saves.start(self.judge.marked(self.position))
             return None
-        return self._announce(self.saves.save(self.position))
+        return self._announce(self.saves.save(self.judge.marked(self.position)))
 
     def save_last(self, urgent: bool) -> Path | None:
         """Saves the run's last checkpoint like `save`, but retries (run.save_retry_minutes) and uses run.fallback_dir. Collective.
@@ -416,12 +387,12 @@ class Trainer:
         """
         if not self._may_save(last=True):
             return None
-        return self._announce(self.saves.save_last(self.position, urgent))
+        return self._announce(self.saves.save_last(self.judge.marked(self.position), urgent))
 
     def finish_save(self) -> None:
         """Waits for the save in flight, if any. A failed save only logs a warning. Collective."""
         try:
-            if saved := self.saves.finish(self.position):
+            if saved := self.saves.finish(self.judge.marked(self.position)):
                 self._announce(saved)
         except (StorageError, NonFiniteError) as error:
             self.warn(f"{error}; training continues and earlier checkpoints are intact")
@@ -457,25 +428,20 @@ class Trainer:
             self.warn(warning)
         self._saved = saved.path
         log.info("saved %s", saved.path)
-        with self.saves.rescuing(self.position, saved.path.parent):
+        with self.saves.rescuing(self.judge.marked(self.position), saved.path.parent):
             self.notify("after_save", events.SaveEnd(saved.step, saved.path))
         return saved.path
 
     def check_replicas(self, again: bool = False) -> None:
-        """Compares the weights and moments of all replicas. Collective. Does nothing if the current position was already checked
-        (unless `again`) or if train.check_replicas_every is 0.
+        """Compares the weights and moments of all replicas (`Judge.compare_replicas`). Collective.
 
         Raises TrainingError on every process; the error names the processes that differ or have a non-finite weight.
         """
         self._require_all_processes("check_replicas")
-        if not self.config.train.check_replicas_every or (self._checked == self.position and not again):
-            return
-        mesh, optimizer = self.mesh, self.optimizer
-        report = mesh.together(lambda: check_replicas(self.fused_params, mesh, optimizer.moments, optimizer.conflict))
+        report = self.judge.compare_replicas(self.position, again)
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
             require_sound(report, self.position.step, self.saves.latest())
-        self._checked = self.position
 
     def request_stop(self, reason: str) -> None:
         """Requests that all processes save and stop. Any hook on any process may call it (timing: see `boost.train.hooks`)."""

@@ -98,7 +98,9 @@ def test_the_pace_of_a_gpu_is_that_of_its_kernels(monkeypatch: pytest.MonkeyPatc
 def test_replicas_are_admitted_after_a_step_that_neither_ends_the_run_nor_is_rolled_back() -> None:
     admitted: list[int] = []
     recovery: Any = SimpleNamespace(has_waiting=lambda: True, admit=lambda: admitted.append(1))
-    trainer: Any = SimpleNamespace(mesh=SimpleNamespace(is_main=False), requested=StepFlags.SAVE, rollback_reason=None)
+    trainer: Any = SimpleNamespace(
+        mesh=SimpleNamespace(is_main=False), requested=StepFlags.SAVE, judge=SimpleNamespace(rollback_reason=None)
+    )
     hook = Admission(recovery)
     for is_main, requested in ((False, StepFlags.SAVE), (True, StepFlags.SAVE | StepFlags.JOIN)):
         trainer.mesh.is_main = is_main
@@ -111,5 +113,5 @@ def test_replicas_are_admitted_after_a_step_that_neither_ends_the_run_nor_is_rol
         return bool(admitted)
 
     assert admits() and not admits(joins=False) and not admits(last=True) and not admits(stopping=True)
-    trainer.rollback_reason = "a spike"
+    trainer.judge.rollback_reason = "a spike"
     assert not admits(), "the newcomer would not roll back"

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from boost.elastic.beats import WAITS_S
 from boost.elastic.groups import Membership
 from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
 from boost.elastic.mesh import replica_of_rank
-from boost.elastic.recovery import Recovery, decode, encode, state_of, take_state
+from boost.elastic.recovery import Recovery, decode, encode
 from boost.elastic.supervise import Supervisor
 from boost.errors import ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.measure.counting import CollectiveCounter
@@ -39,7 +38,7 @@ from boost.train.signals import StopRequest
 from tests import toy
 from tests.data.chats import chat_store_in
 from tests.train.commands import LIMIT_S, QUIET, Command, saved_steps, training
-from tests.train.runs import fitted, make_config, make_trainer
+from tests.train.runs import make_config
 
 FP64 = ("--train.param_dtype", "float64", "--train.compute_dtype", "float64")
 MESHES = {
@@ -268,11 +267,11 @@ def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
     def count_and_ask(self: Trainer, stats: Any) -> None:
         count(self, stats)
         if self.position.step == 9 and not self.position.skipped:
-            self.rollback_reason = "a test"
+            self.judge.rollback_reason = "a test"
 
     def load_and_die(self: Trainer, checkpoint: Checkpoint) -> None:
         load(self, checkpoint)
-        if marker and self.rollbacks and self.mesh.dp.rank == 1 and not os.path.exists(marker):
+        if marker and self.judge.rollbacks and self.mesh.dp.rank == 1 and not os.path.exists(marker):
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -446,17 +445,6 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
     assert_complete(of("membership", found))
     # With the donor, a newcomer that has not got everything is out too.
     assert sum(len(line["lost"]) for line in of("membership", found)) >= 2
-
-
-def test_a_replica_that_joins_knows_what_the_others_know(store: Path, tmp_path: Path) -> None:
-    config = make_config(store, tmp_path, train={"steps": 5, "eval_every": 2})
-    trainer, newcomer = fitted(config), make_trainer(config)
-    trainer.position = replace(trainer.position, trouble="diverged at step 4")
-    trainer.bad_steps, trainer.rollbacks, trainer.furthest = 1, 2, 4
-    known = json.loads(json.dumps(state_of(trainer)))
-    take_state(newcomer, known)
-    assert state_of(newcomer) == state_of(trainer) == known and newcomer.position.trouble
-    assert newcomer.proven_step == 4 and known["hooks"]["PeriodicCheckpoint"]["best"]
 
 
 def waiting_replica(stopped: str | None = None) -> Recovery:

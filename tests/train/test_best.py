@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from boost.errors import CheckpointError
-from boost.train import loop
+from boost.train import judge
 from boost.train.checkpoint import find_checkpoint, open_checkpoint, read_best
 from boost.train.evaluate import Evaluation
 from boost.train.resume import resume_candidates
@@ -27,7 +27,7 @@ def fit(store: Path, folder: Path, losses: list[float], **train: Any) -> Path:
         loss = next(left)
         return Evaluation(64, loss, math.exp(loss), loss)
 
-    with mock.patch.object(loop, "evaluate", evaluate):
+    with mock.patch.object(judge, "evaluate", evaluate):
         trainer.start([])
         trainer.fit()
     assert next(left, None) is None

@@ -127,7 +127,7 @@ def a_masked_step(config: Config, ahead: bool) -> None:
     for before, after in zip(states[1], states[3], strict=True):
         assert torch.equal(before, after), "neither weights nor moments change"
     assert not all(map(torch.equal, states[3], states[4])) and trainer.optimizer.updates in (3, 1)
-    assert trainer.bad_steps == 0 and trainer.position.step == 5
+    assert trainer.judge.bad_steps == 0 and trainer.position.step == 5
     assert warnings == ["step 3 changed nothing, because the loss masks exclude all of its tokens"]
 
 

@@ -45,8 +45,7 @@ class Diary(Hook):
             for moment in trainer.optimizer.moments[fused.tensor].values():
                 weights.update(moment.numpy().tobytes())
         counts = {state["step"].item() for state in trainer.optimizer.adamw.state.values()}
-        marks = trainer.position.trouble, trainer.position.doubt
-        where = (trainer.position, marks, trainer.bad_steps, trainer.optimizer.updates, counts)
+        where = (trainer.position, trainer.judge.bad_steps, trainer.judge.trouble, trainer.optimizer.updates, counts)
         self.seen.append((name, *values, *where, weights.hexdigest()))
 
     def before_step(self, trainer: Trainer, event: StepStart) -> None:

@@ -178,9 +178,9 @@ class Position:
     """Tokens trained on."""
     skipped: int = 0
     """Steps of data that rollbacks have skipped: step n trains on the data of step n + skipped."""
-    trouble: str = field(default="", compare=False)
+    trouble: str = ""
     """Why the weights are unusable, or ''. A run resumes from such a checkpoint only by path, or if no other one is left."""
-    doubt: str = field(default="", compare=False)
+    doubt: str = ""
     """Why the weights may be unusable: training had a problem, which a run that resumes from here still has."""
     recent: dict[str, list[float]] = field(default_factory=dict, compare=False, repr=False)
     """Loss and gradient norm of recent healthy steps, for comparison with the steps after a resume (`boost.train.health`)."""
