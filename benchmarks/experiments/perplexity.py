@@ -7,9 +7,10 @@ and you can add families, seeds and dtypes. Exits with code 1 unless layouts dif
 """
 
 import argparse
+import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,10 +224,11 @@ def perplexity_process(config: Config, plan: ConvergenceExperiment, out: Path) -
 
 def _waiting(tasks: Sequence[Task], facts: Facts, mesh: Mesh) -> list[Task]:
     """The runs that the main process does not have yet."""
-    done = [{(row["family"], row["layout"], row["dtype"], row["seed"]) for row in facts["runs"]}]
+    done = {(row["family"], row["layout"], row["dtype"], row["seed"]) for row in facts["runs"]}
+    waits = torch.tensor([task.key not in done for task in tasks], dtype=torch.uint8, device=mesh.device)
     if mesh.size > 1:
-        dist.broadcast_object_list(done, src=0, device=mesh.device)
-    return [task for task in tasks if task.key not in done[0]]
+        dist.broadcast(waits, src=0)
+    return [task for task, each in zip(tasks, waits.tolist(), strict=True) if each]
 
 
 def turns(waiting: Sequence[Task], processes: int) -> list[list[Task]]:
@@ -265,12 +267,19 @@ def trained(task: Task, mesh: Mesh, folder: Path | None) -> ConvergenceRun:
 
 
 def _gathered(run: ConvergenceRun | None, mesh: Mesh) -> list[Facts]:
-    """The runs of all processes in a turn, by rank."""
-    runs = [run]
-    if mesh.size > 1:
-        runs = [None] * mesh.size
-        dist.all_gather_object(runs, run)
-    return [asdict(each) for each in runs if each is not None]
+    """The runs of all processes in a turn, by rank. They are exchanged as JSON, so nothing received is unpickled."""
+    if mesh.size == 1:
+        return [asdict(run)] if run else []
+    text = json.dumps(asdict(run) if run else None).encode()
+    sizes = torch.zeros(mesh.size, dtype=torch.int64, device=mesh.device)
+    sizes[mesh.rank] = len(text)
+    dist.all_reduce(sizes)
+    most = int(sizes.max())
+    sent = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8).to(mesh.device)
+    received = [torch.empty_like(sent) for _ in range(mesh.size)]
+    dist.all_gather(received, sent)
+    found: Iterator[Any] = (json.loads(bytes(each.tolist())) for each in received)
+    return [each for each in found if each is not None]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
