@@ -140,21 +140,21 @@ def config_of(model: Row, parallel: Row, tp: int, dtype: str, **sections: Any) -
 
 
 MEMORY_CELLS = [
-    (family, parallel, policy)
+    (family, parallel, policy, Row())
     for family, variants in (("cola", [{}, *LOW_RANK]), ("svd", [{}, *LOW_RANK_LAYOUTS]), ("dense", [{}, *DENSE]))
     for parallel in variants
     for policy in (*policies(family, parallel), "none")
 ]
-"""(family, parallel, policy) for which a step's saved memory is predicted."""
+"""(family, parallel, policy, gate) for which a step's saved memory is predicted."""
 
 MEMORY_CROSSING = [
-    (gate, over, parallel, policy)
+    ("lax", parallel, policy, {"gate": gate, "over": over})
     for gate, over in (("identity", "svd"), ("tensor", "cola"), ("dense", "cola"))
     for parallel in ({}, *LOW_RANK)
     for policy in (*policies("lax", parallel), "none")
     if parallel.get("grouping", True) or policy == "none"
 ]
-"""(gate, over, parallel, policy) for latent gates."""
+"""The same for latent gates."""
 
 
 def memory_config(family: str, parallel: dict[str, Any], policy: str, dtype: str, **model: Any) -> Config:
