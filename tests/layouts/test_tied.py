@@ -1,5 +1,5 @@
-"""A table that is both embedding and head: every layout, mesh and sharding against one process, collectives against the table, and
-one process against an ordinary module with two uses of one weight."""
+"""A table that is both embedding and head: every mesh and sharding against one process (layouts: test_heads.py), and one process
+against an ordinary module with two uses of one weight."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from boost.train.sampling import Sampling
 from tests import toy
 from tests.distributed import run_distributed
 from tests.fake_memory import measure
-from tests.matrices import LAYOUTS, Row, family_of, first, ids, memory_config
+from tests.matrices import Row, family_of, first, ids, memory_config
 from tests.trained import require_one_process
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,6 @@ def config_of(parallel: Row, dtype: str = "float64", **sections: Any) -> Config:
     return toy.toy_config(dtype, model=model, parallel=parallel, train=train, **sections)
 
 
-EACH = [{**layout, "tp": tp, **more} for layout in LAYOUTS for tp, more in ((2, {}), (4, {"overlap": "halves"}))]
 MESHES: list[Row] = [
     {"layout": "btp", "tp": 2, "cp": 2},
     {"layout": "btp", "pp": 2, "tp": 2, "schedule": "gpipe"},
@@ -52,8 +51,8 @@ MESHES: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("parallel", [*first(7, EACH), *first(7, MESHES)])
-def test_every_layout_and_mesh_is_one_process(parallel: Row) -> None:
+@pytest.mark.parametrize("parallel", first(7, MESHES))
+def test_every_mesh_is_one_process(parallel: Row) -> None:
     toy.skip_what_torch_cannot(config := config_of(parallel))
     require_one_process(config)
 
