@@ -6,7 +6,10 @@ docstring is the experiment's help text.
 
 import argparse
 import importlib
+import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,3 +115,22 @@ def run_processes(function: Callable[..., int], arguments: tuple[Any, ...], proc
     from boost.train.launch import launch, under_torchrun
 
     return function(*arguments) if under_torchrun() else launch(function, arguments, processes, log_dir=None)
+
+
+def result_of(function: Callable[..., Any], arguments: tuple[Any, ...], processes: int, forks: bool = False) -> Any:
+    """Calls `function(*arguments)` in new processes (see `boost.train.launch.launch`). Returns what the main one returns, as JSON
+    has it. Raises SystemExit if a process fails."""
+    from boost.train.launch import launch
+
+    with tempfile.TemporaryDirectory(prefix="boost-bench-") as folder:
+        out = Path(folder) / "result.json"
+        if code := launch(_write_result, (function, arguments, out), processes, log_dir=None, forks=forks):
+            raise SystemExit(code)
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def _write_result(function: Callable[..., Any], arguments: tuple[Any, ...], out: Path) -> int:
+    result = function(*arguments)
+    if os.environ.get("RANK", "0") == "0":
+        out.write_text(json.dumps(result), encoding="utf-8")
+    return 0

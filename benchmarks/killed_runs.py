@@ -97,7 +97,7 @@ class Run:
         launch = next(self.temporary.glob("boost-launch-*"), None)
         if launch is None or (latest := membership(launch)) is None:
             return []
-        if not (self.folder / "metrics.jsonl").exists() or not lines(self.folder, "step"):
+        if not lines(self.folder, "step"):
             return []  # losing a process before the first step aborts the run
         decision, gone = latest
         if self.spares_pairs and not self.has_resharded(len(decision.members)):
@@ -182,7 +182,7 @@ class Hosts:
         """Replicas to kill now; with `wants_outside`, one that is starting, if any is. Empty if none with weights would remain.
         No launcher sees all processes, so a loss is noticed only when the replica falls silent or restarts; until then, the
         replica counts as a member."""
-        if not (self.folder / "metrics.jsonl").exists() or not (steps := lines(self.folder, "step")):
+        if not (steps := lines(self.folder, "step")):
             return []
         inside = dict.fromkeys(range(PROCESSES), 0)
         """Replicas in the membership, and the step at which each joined."""
@@ -250,4 +250,6 @@ def described(beat: Beat) -> str:
 
 
 def lines(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == kind]
+    """The run's metrics of a kind; none before it has any."""
+    metrics = run / "metrics.jsonl"
+    return [line for line in read_metrics(metrics) if line["kind"] == kind] if metrics.exists() else []

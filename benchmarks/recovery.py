@@ -186,7 +186,7 @@ def useful(args: argparse.Namespace, recovery: str, rate: float) -> dict[str, An
                 os.kill(chance.choice(beats).pid, signal.SIGKILL)
             kills.append(round(now, 2))
             next_kill = now + chance.expovariate(1 / rate)
-        done = lines(folder / "run", "step") if (folder / "run" / "metrics.jsonl").exists() else []
+        done = lines(folder / "run", "step")
         if done and (not path or path[-1][1] != done[-1]["step"]):
             path.append((round(now, 2), done[-1]["step"], done[-1]["loss"]))
     run.process.communicate()

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments.results import write_numbers
+from benchmarks.killed_runs import BOOST, lines
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.heartbeat import read_beats
-from boost.train.metrics import read_metrics
 from boost.train.progress import progress
 
-BOOST = [sys.executable, "-m", "boost.cli.main"]
 RESULT = Path(__file__).parent / "soak.json"
 WARNED = ("damaged", "set aside", "incomplete", "taking over")
 """Words that appear in warnings about damage from a kill."""
@@ -150,7 +149,7 @@ def phases() -> str:
 
 
 def last_step(run: Path) -> int:
-    return max([0, *(line["step"] for line in lines(run))])
+    return max([0, *(line["step"] for line in lines(run, "step"))])
 
 
 def last_saved(run: Path) -> int:
@@ -158,27 +157,19 @@ def last_saved(run: Path) -> int:
     return max([0, *(int(path.name.removeprefix("step-")) for path in complete_checkpoints(run / "checkpoints"))])
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    metrics = run / "metrics.jsonl"
-    return [line for line in read_metrics(metrics) if line["kind"] == "step"] if metrics.exists() else []
-
-
 def step_seconds(run: Path) -> float:
-    return sum(line["seconds"] for line in lines(run))
+    return sum(line["seconds"] for line in lines(run, "step"))
 
 
 def report(args: argparse.Namespace, whole: Path, killed: Path, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Checks the invariants and summarizes the soak. Raises SystemExit if one is violated."""
-    expected, actual = lines(whole), lines(killed)
+    expected, actual = lines(whole, "step"), lines(killed, "step")
     if [line["step"] for line in actual] != list(range(1, args.steps + 1)):
         raise SystemExit("soak: metrics.jsonl does not have every step exactly once")
     differing = [a["step"] for a, b in zip(expected, actual, strict=True) if a["loss"] != b["loss"]]
     if differing:
         raise SystemExit(f"soak: losses differ starting at step {differing[0]}")
-    evaluations = [
-        [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"] for run in (whole, killed)
-    ]
-    heldout = [each[-1]["heldout_loss"] for each in evaluations]
+    heldout = [lines(run, "eval")[-1]["heldout_loss"] for run in (whole, killed)]
     if heldout[0] != heldout[1]:
         raise SystemExit(f"soak: held-out loss is {heldout[1]}, and {heldout[0]} without kills")
     leftovers = [path.name for path in (killed / "checkpoints").iterdir() if not path.name.startswith("step-")]

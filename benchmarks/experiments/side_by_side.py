@@ -1,20 +1,18 @@
 """Times whole optimizer steps of several configurations, interleaved in one run, with their communication, memory and size.
 
-A group is one run, on processes started by `launch` or by torchrun. A share is single-rank emulation: the work of one TP rank,
+A group is one run, on processes of its own. A share is single-rank emulation: the work of one TP rank,
 with communication modeled.
 """
 
-import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.commands import result_of
 from benchmarks.experiments.contest import Call, Ratio, Spread, largest, launches, ratio, spread, take_turns
 from benchmarks.experiments.results import Facts, MeasurementError
 from benchmarks.experiments.shares import exposed_collectives, without_the_others
@@ -29,8 +27,7 @@ from boost.parallel.mesh import Mesh
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware
 from boost.plan.timing import Predictor
-from boost.train.launch import launch, under_torchrun
-from boost.train.rendezvous import choose_device, close_mesh, open_mesh, world_size
+from boost.train.rendezvous import choose_device, close_mesh, open_mesh
 
 
 @dataclass(frozen=True)
@@ -59,53 +56,28 @@ class TimingGroup:
         return 1 if self.share else self.parallel.world_size
 
 
-def run_groups(
-    groups: Sequence[TimingGroup], rounds: int, hardware: Hardware | None = None
-) -> tuple[list[Facts], list[str]]:
-    """Returns (measurements of each group, skipped groups with reasons). `hardware` models the collectives of emulated ranks.
-
-    Under torchrun, skips shares and groups whose size is not the world size. Raises MeasurementError (see `contest.take_turns`).
-    """
+def run_groups(groups: Sequence[TimingGroup], rounds: int, hardware: Hardware | None = None) -> list[Facts]:
+    """The measurements of each group. `hardware` models the collectives of emulated ranks. Raises MeasurementError (see
+    `contest.take_turns`)."""
     configured = os.environ.get("OMP_NUM_THREADS")  # the same number of threads in every group
     threads = int(configured) if configured else max(available_cores() // max(group.processes for group in groups), 1)
-    if not under_torchrun():
-        return [_launched(group, rounds, threads, hardware) for group in groups], []
-    ours = [group for group in groups if not group.share and group.processes == world_size()]
-    left_out = [f"{group.name}: torchrun started {world_size()} processes" for group in groups if group not in ours]
-    measured = [_measure(group, rounds, threads, hardware) for group in ours]
-    close_mesh()
-    return measured, left_out
+    return [result_of(measured, (group, rounds, threads, hardware), group.processes) for group in groups]
 
 
-def _launched(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
-    with tempfile.TemporaryDirectory(prefix="boost-bench-") as folder:
-        out = Path(folder) / "group.json"
-        code = launch(_measure_into, (group, rounds, threads, hardware, out), group.processes, log_dir=None)
-        if code:
-            raise SystemExit(code)
-        measured: Facts = json.loads(out.read_text(encoding="utf-8"))
-        return measured
-
-
-def _measure_into(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None, out: Path) -> int:
-    measured = _measure(group, rounds, threads, hardware)
-    if os.environ.get("RANK", "0") == "0":
-        out.write_text(json.dumps(measured), encoding="utf-8")
-    close_mesh()
-    return 0
-
-
-def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
+def measured(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
+    """Measures a group on all processes of this launch."""
     torch.set_num_threads(threads)
     run = next(iter(group.contenders.values())).run
     if not group.share:
-        return measure_group(group, open_mesh(group.parallel, run.device, run.timeout_s), rounds)
+        facts = measure_group(group, open_mesh(group.parallel, run.device, run.timeout_s), rounds)
+        close_mesh()
+        return facts
     assert hardware is not None, "single-rank emulation needs a hardware profile"
     with without_the_others(group.parallel, choose_device(run.device)) as mesh:
-        measured = measure_group(group, mesh, rounds)
+        facts = measure_group(group, mesh, rounds)
     predictor = Predictor(hardware)
     waits = {name: exposed_collectives(predictor.predict(config)) for name, config in group.contenders.items()}
-    return measured | {"priced_by": hardware.title, "waits_s": waits}
+    return facts | {"priced_by": hardware.title, "waits_s": waits}
 
 
 def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:

@@ -6,7 +6,6 @@ size depends on device and TP, so only CONFIG's optimizer is used, and --section
 """
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ from boost.errors import ConfigError
 from boost.measure.steps import SIZE_1B, flags, shape
 from boost.plan.hardware import Hardware, load_hardware, profile_of
 from boost.train.hardware import total_memory
-from boost.train.launch import under_torchrun
-from boost.train.rendezvous import world_size
 
 WEAK_SCALING, FAMILIES, BOUND, SHARES = "weak scaling", "by architecture", "communication-bound", "share of a process"
 """Purposes of groups."""
@@ -77,7 +74,7 @@ def machine_of(device: str, tp: int | None, hardware: str | None) -> Machine:
         raise ConfigError("run.device = 'cuda', but torch sees no GPU; nearest valid value: 'cpu'")
     if gpus and tp is not None and tp > gpus:
         raise ConfigError(f"--tp = {tp} needs {tp} GPUs, but there are {gpus}; nearest valid value: {gpus}")
-    processes = tp or (world_size() if under_torchrun() else gpus or 2)
+    processes = tp or gpus or 2
     kind = "cuda" if gpus else "cpu"
     known = profile_of(torch.cuda.get_device_name(0), total_memory(torch.device("cuda", 0))) if gpus else None
     name = hardware or known
@@ -197,11 +194,9 @@ def run(args: argparse.Namespace) -> int:
         require_least("--tp", [args.tp])
     machine = machine_of(load(args.config, args.overrides).run.device, args.tp, args.hardware)
     found = groups(machine, args.overrides, args.config)  # validate before starting any process
-    measured, left_out = run_groups(found, args.rounds, machine.hardware)
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    if machine.why_no_shares:
-        left_out.append(f"emulation of TP {' and '.join(map(str, _SHARED_TP))}: {machine.why_no_shares}")
+    measured = run_groups(found, args.rounds, machine.hardware)
+    shared = " and ".join(map(str, _SHARED_TP))
+    left_out = [f"emulation of TP {shared}: {machine.why_no_shares}"] if machine.why_no_shares else []
     config = next(iter(found[0].contenders.values()))
     save(args.out, facts_of("steps", config, rounds=args.rounds, groups=measured, left_out=left_out))
     return 0

@@ -10,17 +10,14 @@ A share is single-rank emulation of TP (`benchmarks.experiments.shares`). Exits 
 """
 
 import argparse
-import json
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.commands import add_out
+from benchmarks.commands import add_out, result_of
 from benchmarks.experiments.contest import largest
 from benchmarks.experiments.results import Facts, read
 from benchmarks.experiments.sections import save
@@ -39,7 +36,6 @@ from boost.parallel.mesh import mesh_of
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.search import max_peak
-from boost.train.launch import launch
 from boost.train.progress import progress
 from boost.train.rendezvous import choose_device, close_mesh, open_mesh
 from boost.train.rundir import environment
@@ -169,14 +165,8 @@ def measure(hardware: Hardware) -> list[MeasuredStep]:
         work = list(fitting([(name, case(name, hardware.device)) for name in names], hardware))
         if not work:
             continue
-        with tempfile.TemporaryDirectory(prefix="boost-steps-") as folder:
-            out = Path(folder) / "steps.json"
-            code = launch(_measure_into, (work, hardware, share, out), processes, log_dir=None)
-            if code:
-                raise SystemExit(code)
-            found += [
-                MeasuredStep(**row | {"quartiles_s": tuple(row["quartiles_s"])}) for row in json.loads(out.read_text())
-            ]
+        rows = result_of(measured, (work, hardware, share), processes)
+        found += [MeasuredStep(**row | {"quartiles_s": tuple(row["quartiles_s"])}) for row in rows]
     return found
 
 
@@ -202,11 +192,9 @@ def _memory(config: Config, hardware: Hardware) -> tuple[int, int]:
     return states, held.total
 
 
-def _measure_into(work: Sequence[tuple[str, Config]], hardware: Hardware, share: bool, out: Path) -> int:
-    rows = measure_shares(work, hardware) if share else measure_process(work, hardware)
-    if rows:
-        out.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
-    return 0
+def measured(work: Sequence[tuple[str, Config]], hardware: Hardware, share: bool) -> list[Facts]:
+    """Measures configurations on all processes of this launch."""
+    return [asdict(row) for row in (measure_shares if share else measure_process)(work, hardware)]
 
 
 def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[MeasuredStep]:

@@ -1,5 +1,6 @@
-"""What acts between projections and heads (biases, qk-norm, blocks without RoPE, heads of any width) is the same function under
-every layout, recomputation policy, overlap, and way to divide layers, replicas and sequences."""
+"""What acts between projections and heads (biases, qk-norm, blocks without RoPE, heads of any width), and a table that is both
+embedding and head, are the same function under every layout, recomputation policy, overlap, and way to divide layers, replicas and
+sequences."""
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from tests.matrices import (
     ONE_EACH,
     Row,
     config_of,
-    each_value,
     family_of,
+    first,
     ids,
     one_in,
     pairwise,
@@ -29,34 +30,47 @@ ALL: Row = {"attn_bias": "qkvo", "qk_norm": True, "nope_layers": [1], "head_dim"
 SPREAD: dict[str, Row] = {
     "": {},
     "pp": {"pp": 2},
+    "interleaved": {"pp": 2, "schedule": "interleaved-1f1b"},
     "cp": {"cp": 2},
+    "dp": {"dp": 2},
     "optimizer": {"dp": 2, "shard": "optimizer"},
     "full": {"dp": 2, "shard": "full"},
+    "outer": {"dp": 2, "shard": "full", "shard_outer": True},
 }
 
 
+MODELS = pairwise(
+    {
+        "attn_bias": ("none", "qkv", "qkvo"),
+        "qk_norm": (False, True),
+        "nope_layers": ([], [1]),
+        "head_dim": (None, 6),
+        "tied": (False, True),
+    },
+    # A bias of keys has no gradient if neither RoPE nor a norm follows it: softmax ignores what all keys of a query share.
+    lambda row: row["attn_bias"] == "none" or not row["nope_layers"] or row["qk_norm"],
+)
+
+
+BATCHES = pairwise({"overlap": ("none", "halves"), "sequences": (1, 2), "documents": (False, True)})
+
+
 def is_legal(row: Row) -> bool:
-    """A bias of keys has no gradient if neither RoPE nor a norm follows it: softmax ignores what all keys of a query share."""
     tp, _ = row["heads"]
-    has_gradients = row["attn_bias"] == "none" or not row["nope_layers"] or row["qk_norm"]
-    return (
-        has_gradients
-        and not (tp == 4 and row["spread"])
-        and row["policy"] in ("none", *policies(family_of(row["layout"]), row["layout"]))
-    )
+    if row["spread"] == "outer" and row["layout"]["layout"] not in ("btp-sp", "btp-cp", "ulysses"):
+        return False
+    allowed = ("none", *policies(family_of(row["layout"]), row["layout"]))
+    return row["policy"] in allowed and not (tp == 4 and row["spread"])
 
 
 ROWS = pairwise(
     {
         "layout": LAYOUTS,
-        "attn_bias": ("none", "qkv", "qkvo"),
-        "qk_norm": (False, True),
-        "nope_layers": ([], [1]),
-        "head_dim": (None, 6),
+        "model": MODELS,
         "heads": ((2, 8), (2, 1), (4, 2)),
         "grouping": GROUPING,
         "policy": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
-        "overlap": ("none", "halves"),
+        "batch": BATCHES,
         "spread": tuple(SPREAD),
     },
     is_legal,
@@ -64,14 +78,17 @@ ROWS = pairwise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", each_value(ROWS, ids([(row,) for row in ROWS])))
-def test_heads_are_the_single_process_function(row: Row) -> None:
-    tp, kv_heads = row["heads"]
-    model = {"family": family_of(row["layout"]), "kv_heads": kv_heads, "layers": 2}
-    model |= {name: row[name] for name in ALL if row[name]}
-    parallel = {**row["layout"], **SPREAD[row["spread"]], **{name: row[name] for name in ("grouping", "overlap")}}
-    train = {"global_batch": 4, "recompute": row["policy"]}
-    require_one_process(config_of(model, parallel, tp, "float64", train=train))
+@pytest.mark.parametrize("row", first(16, ROWS, ids([(row,) for row in ROWS])))
+def test_every_pair_of_options_is_the_single_process_function(row: Row) -> None:
+    (tp, kv_heads), batch, spread = row["heads"], row["batch"], SPREAD[row["spread"]]
+    model = {"family": family_of(row["layout"]), "kv_heads": kv_heads, "layers": 4 if spread.get("schedule") else 2}
+    model |= {name: value for name, value in row["model"].items() if value}
+    parallel = {**row["layout"], **spread, "grouping": row["grouping"], "overlap": batch["overlap"]}
+    train = {"micro_batch": batch["sequences"], "global_batch": 4, "recompute": row["policy"]}
+    data = {"isolate_documents": batch["documents"]}
+    config = config_of(model, parallel, tp, "float64", train=train, data=data)
+    toy.skip_what_torch_cannot(config)
+    require_one_process(config)
 
 
 def biased(config: Config) -> Decoder:

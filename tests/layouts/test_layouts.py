@@ -196,12 +196,6 @@ def test_a_layout_in_bfloat16_is_about_as_exact_as_one_process(model: dict[str, 
         assert 0 < error <= 1.25 * alone
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "parallel"), OF_EACH_STREAM)
-def test_a_layout_with_data_parallelism(model: dict[str, Any], parallel: dict[str, Any]) -> None:
-    require_one_process(config_of(model, {"dp": 2, **parallel}, 2, "float64"))
-
-
 def test_btp_sends_what_the_paper_says() -> None:
     """7B at TP 4, batch 4, sequence 4096, bf16: 224 MB of all-reduce payload per block and forward pass (the paper's table)."""
     from boost.config import load

@@ -1,4 +1,5 @@
-"""Two interleaved halves of a micro-batch: the same function, twice as many collectives, and work between start and wait."""
+"""Two interleaved halves of a micro-batch: twice as many collectives, and work between start and wait. That they are the same
+function is in test_heads.py."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,6 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.fake_memory import measure
 from tests.matrices import (
-    GROUPING,
     LAYOUTS,
     LOW_RANK_LAYOUTS,
     ONE_EACH,
@@ -29,86 +29,14 @@ from tests.matrices import (
     config_of,
     each_value,
     family_of,
-    first,
     ids,
     memory_config,
     pairwise,
     policies,
-    suits,
 )
 from tests.plan.toys import hardware
-from tests.trained import compare, compare_with_table, require_one_process
 
 HALVES = {"overlap": "halves"}
-
-
-def is_legal(row: Row) -> bool:
-    return suits(row["family"], row["layout"]) and row["policy"] in ("none", *policies(row["family"], row["layout"]))
-
-
-CELLS = pairwise(
-    {
-        "layout": LAYOUTS,
-        "family": ("cola", "lax", "dense"),
-        "policy": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
-        "grouping": GROUPING,
-        "heads": ((2, 2), (2, 1), (4, 2)),
-    },
-    is_legal,
-)
-LAX = {"family": "lax", "gate": "dense", "rank": 16}
-
-
-@pytest.mark.parametrize("row", first(6, CELLS, ids([(row,) for row in CELLS])))
-@pytest.mark.slow
-def test_halves_are_the_same_function(row: Row) -> None:
-    tp, kv_heads = row["heads"]
-    model = {"family": row["family"], "kv_heads": kv_heads, "layers": 2, **(LAX if row["family"] == "lax" else {})}
-    parallel = {**row["layout"], **HALVES, "grouping": row["grouping"]}
-    require_one_process(
-        config_of(model, parallel, tp, "float64", train={"global_batch": 2, "recompute": row["policy"]})
-    )
-
-
-ISOLATED = {"data": {"isolate_documents": True}}
-ONE_SEQUENCE: list[tuple[Row, Row, str, Row]] = [
-    (LAX, {"layout": "btp"}, "low-rank+attention-output", {}),
-    ({}, {"layout": "btp-sp"}, "low-rank-sharded", ISOLATED),
-    ({}, {"layout": "vanilla"}, "full-block", {}),
-    ({}, {"layout": "btp-sp", "pp": 2, "schedule": "interleaved-1f1b"}, "none", {}),
-    ({}, {"layout": "btp", "dp": 2, "shard": "full"}, "none", {}),
-    ({}, {"layout": "btp"}, "none", {}),
-    ({"kv_heads": 1}, {"layout": "btp-sp"}, "low-rank", {}),
-    ({"family": "dense"}, {"layout": "megatron"}, "full-block", ISOLATED),
-    ({"family": "dense", "kv_heads": 2}, {"layout": "megatron-sp", "tp": 4}, "none", {}),
-    ({}, {"layout": "btp", "pp": 2}, "none", ISOLATED),
-]
-COMBINED: list[tuple[Row, Row, str, Row]] = [
-    ({"family": "lax", "gate": "tensor"}, {"pp": 2, "layout": "btp"}, "none", {}),
-    ({}, {"pp": 2, "layout": "btp-sp", "schedule": "interleaved-1f1b"}, "low-rank", {}),
-    ({}, {"dp": 2, "layout": "btp", "shard": "full"}, "full-block", {}),
-    ({}, {"dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}, "none", {}),
-    ({"family": "dense"}, {"dp": 2, "layout": "megatron-sp", "shard": "optimizer"}, "none", {}),
-    ({}, {"layout": "btp"}, "none", ISOLATED),
-    ({}, {"layout": "vanilla"}, "low-rank", ISOLATED),
-]
-"""(model, parallel, recompute, other sections) with halves of one sequence and of two."""
-
-
-@pytest.mark.parametrize(
-    ("sequences", "model", "parallel", "recompute", "sections"),
-    [
-        *first(5, [(1, *each) for each in ONE_SEQUENCE], ids(ONE_SEQUENCE)),
-        *first(1, [(2, *each) for each in COMBINED], ids(COMBINED)),
-    ],
-)
-@pytest.mark.slow
-def test_halves_with_everything_else(sequences: int, model: Row, parallel: Row, recompute: str, sections: Row) -> None:
-    parallel = {"tp": 2, **HALVES, **parallel}
-    train = {"micro_batch": sequences, "global_batch": 4 * parallel.get("dp", 1), "recompute": recompute}
-    config = toy.toy_config(model={"layers": 4, **model}, parallel=parallel, train=train, **sections)
-    whole = config.parallel.world_size == config.parallel.tp
-    require_one_process(config, compare_with_table if whole else compare)
 
 
 class Timeline(TorchDispatchMode):

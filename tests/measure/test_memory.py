@@ -14,7 +14,7 @@ from boost.plan.trace import pass_of_block
 from tests import toy
 from tests.distributed import run_distributed
 from tests.fake_memory import MeasuredMemory, measure, measure_step
-from tests.matrices import LOCAL
+from tests.matrices import LOCAL, Row
 from tests.matrices import MEMORY_CELLS as CELLS
 from tests.matrices import MEMORY_CROSSING as CROSSING
 from tests.matrices import memory_config as config_of
@@ -24,29 +24,20 @@ def kept(config: Config) -> dict[str, int]:
     return {category: size for category, size in memory(config).by_category.items() if category in SAVED and size}
 
 
-def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: int) -> list[Any]:
-    """Cells whose live memory differs from the prediction."""
-    found = []
-    for family, parallel, policy in cells:
-        config = config_of(family, parallel, policy, dtype, kv_heads=kv_heads)
-        actual = measure(config).activations
-        if actual != kept(config):
-            found.append((family, *parallel.values(), policy, actual, kept(config)))
-    return found
-
-
 HEADS = [
     {"attn_bias": "qkvo", "head_dim": 20},
     {"attn_bias": "qkv", "qk_norm": True, "nope_layers": [0], "head_dim": 8},
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", HEADS, ids=str)
-def test_biases_norms_and_widths_of_heads_keep_what_is_predicted(model: dict[str, Any]) -> None:
-    for family, parallel, policy in CELLS[::9]:
-        config = config_of(family, parallel, policy, "bfloat16", kv_heads=2, **model)
-        assert measure(config).activations == kept(config), config
+def wrong(cells: list[tuple[str, Row, str, Row]], dtype: str = "bfloat16", **model: Any) -> list[Any]:
+    """Cells whose live memory differs from the prediction."""
+    found = []
+    for family, parallel, policy, gates in cells:
+        config = config_of(family, parallel, policy, dtype, **{"kv_heads": 2, **model, **gates})
+        if (actual := measure(config).activations) != kept(config):
+            found.append((family, *parallel.values(), policy, *gates.values(), actual, kept(config)))
+    return found
 
 
 @pytest.mark.slow
@@ -54,25 +45,26 @@ def test_biases_norms_and_widths_of_heads_keep_what_is_predicted(model: dict[str
 def test_every_cell_keeps_what_is_predicted(every: int) -> None:
     """In bf16 with fp32 weights, and fewer key/value heads than processes; on every commit, each layout and each policy, nightly
     all cells."""
-    assert wrong(CELLS[::every], "bfloat16", 2) == []
+    assert wrong(CELLS[::every]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.nightly)])
 def test_latents_that_cross_are_kept_as_predicted(every: int) -> None:
     """The second of two blocks uses the latents of the first."""
-    found = []
-    for gate, over, parallel, policy in CROSSING[::every]:
-        config = config_of("lax", parallel, policy, "bfloat16", layers=2, kv_heads=2, gate=gate, over=over)
-        actual = measure(config).activations
-        if actual != kept(config):
-            found.append((gate, over, *parallel.values(), policy, actual, kept(config)))
-    assert found == []
+    assert wrong(CROSSING[::every], layers=2) == []
 
 
 @pytest.mark.slow
 def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
-    assert wrong([cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"][::5], "float32", 8) == []
+    cells = [cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"]
+    assert wrong(cells[::5], "float32", kv_heads=8) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", HEADS, ids=str)
+def test_biases_norms_and_widths_of_heads_keep_what_is_predicted(model: dict[str, Any]) -> None:
+    assert wrong(CELLS[::9], **model) == []
 
 
 def test_every_nth_block_recomputes() -> None:
@@ -125,12 +117,3 @@ def test_a_tracker_forgets_what_dies() -> None:
         del z
         assert sum(tracker.live.values()) == 0
         assert sum(tracker.peak.values()) == 800
-
-
-def test_latents_are_kept_once() -> None:
-    """Under btp: saves only the payload of the collective, and no wide activations."""
-    config = config_of("cola", {"layout": "btp"}, "low-rank", "float32")
-    held, tokens = memory(config).by_category, 24
-    assert held["wide activations"] == held["weight copies"] == 0
-    assert held["latents"] == 4 * tokens * (7 * 20 + 2)
-    assert held["residual stream"] == 4 * tokens * 2 * 96 // 4

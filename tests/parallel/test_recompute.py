@@ -3,7 +3,6 @@ nothing."""
 
 import dataclasses
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +23,10 @@ from tests.matrices import (
     config_of,
     first,
     ids,
-    one_in,
     pairwise,
     policies,
     suits,
 )
-from tests.trained import compare as compare_with_single
-from tests.trained import require_one_process
 
 SINGLE: Row = {}
 """One process."""
@@ -139,16 +135,3 @@ def test_every_second_block_recomputes() -> None:
 @pytest.mark.slow
 def test_latents_that_cross_blocks_are_those_of_the_forward_pass(row: Row) -> None:
     verify(row, {"family": "lax", "gate": row["gate"], "rank": 16, "layers": 3}, "float64")
-
-
-COMPOSED = [
-    (parallel, policy)
-    for parallel in ({"dp": 2, "shard": "full"}, {"pp": 2, "schedule": "gpipe"}, {"pp": 2, "schedule": "1f1b"})
-    for policy in policies("cola", SINGLE)
-]
-
-
-@pytest.mark.parametrize(("parallel", "policy"), one_in(4, COMPOSED))
-def test_policies_compose_with_fsdp_and_pipelines(parallel: dict[str, Any], policy: RecomputeName) -> None:
-    config = toy.toy_config("float64", parallel=parallel, train={"recompute": policy, "global_batch": 8})
-    require_one_process(config, compare_with_single, 1)

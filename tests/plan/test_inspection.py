@@ -13,34 +13,9 @@ T, D, F, R = 16384, 4096, 11008, 1024
 """boost-7b."""
 
 
-def local(inspection: Inspection) -> dict[str, tuple[int, ...]]:
-    return {weight.short_name: weight.local for weight in inspection.weights}
-
-
 def forward_of_a_block(inspection: Inspection) -> list[tuple[Any, ...]]:
     block = [c for c in inspection.of_micro_batch if c.layer == 0]
     return [(c.place, c.kind, *c.shape) for c in block if c.phase == "forward"]
-
-
-def test_btp_shards_the_wide_dimension() -> None:
-    inspection = inspected()
-    shapes = local(inspection)
-    assert shapes["attn.q.A"] == shapes["attn.q.B"] == (1024, 1024)
-    assert shapes["mlp.gate.B"] == (2752, 1024)
-    assert shapes["mlp.down.A"] == (1024, 2752)
-    assert shapes["attn_norm"] == (1024,)
-    assert (inspection.residual, inspection.heads, inspection.channels) == ((T, D // 4), (T, D // 4), (T, F // 4))
-
-
-def test_btp_sp_replicates_outer_factors() -> None:
-    inspection = inspected("btp-sp")
-    weights = {weight.short_name: weight for weight in inspection.weights}
-    whole = [name for name, weight in weights.items() if weight.placement.partial]
-    outer = ["attn.q.A", "attn.k.A", "attn.v.A", "attn.o.B", "mlp.gate.A", "mlp.up.A", "mlp.down.B"]
-    assert sorted(whole) == sorted([*outer, "attn_norm", "mlp_norm", "final_norm"])
-    assert weights["mlp.down.B"].where == "replicated, gradient summed once per step"
-    assert weights["mlp.down.A"].where == "dim 1 over 4"
-    assert inspection.residual == (T // 4, D)
 
 
 @pytest.mark.parametrize(

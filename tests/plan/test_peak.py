@@ -32,11 +32,7 @@ from tests.matrices import MEMORY_CROSSING as CROSSING
 from tests.matrices import first
 from tests.matrices import memory_config as config_of
 
-EVERY: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
-    *((family, parallel, policy, {}) for family, parallel, policy in CELLS),
-    *(("lax", parallel, policy, {"gate": gate, "over": over}) for gate, over, parallel, policy in CROSSING),
-]
-"""Family, layout, policy and gate."""
+EVERY = [*CELLS, *CROSSING]
 
 
 def error(config: Config) -> float:

@@ -223,13 +223,3 @@ def test_intensity_is_flops_for_each_byte() -> None:
     assert product.flops == 2 * 128 * 256 * 64
     assert product.bytes == 2 * (128 * 64 + 64 * 256 + 128 * 256)
     assert product.intensity == product.flops / product.bytes
-
-
-def test_a_fused_norm_moves_fewer_bytes() -> None:
-    config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
-
-    def total(fused: bool) -> int:
-        works = block_work(config, 0, "none", fused)
-        return sum(times * work.bytes for work, times in works.items() if work.phase == "backward")
-
-    assert total(True) < total(False)

@@ -23,7 +23,8 @@ def tiny(parallel: dict[str, Any], family: str = "cola", tp: int = 2, layers: in
 def _measured(found: list[TimingGroup]) -> list[Facts]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "open_mesh", lambda *_: toy.mesh(tp=2))
-        return [side_by_side._measure(group, LEAST_ROUNDS, 1, None) for group in found]
+        patch.setattr(side_by_side, "close_mesh", lambda: None)
+        return [side_by_side.measured(group, LEAST_ROUNDS, 1, None) for group in found]
 
 
 def measured(found: list[TimingGroup]) -> list[Facts]:

@@ -1,13 +1,12 @@
 """Whole steps under every layout are timed in one run, counted, and shown next to the paper's."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from benchmarks.commands import LEAST_ROUNDS
+from benchmarks.commands import LEAST_ROUNDS, result_of
 from benchmarks.experiments import shares, side_by_side, steps
 from benchmarks.experiments.contest import refuse_zeros
 from benchmarks.experiments.results import Facts, MeasurementError, facts_of
@@ -20,7 +19,7 @@ from boost.errors import ConfigError
 from boost.measure.steps import Stepper
 from boost.plan.hardware import load_hardware
 from boost.plan.timing import predict
-from boost.train.launch import can_fork, launch
+from boost.train.launch import can_fork
 from tests import toy
 from tests.benchmarks.experiments.groups import measured, tiny
 
@@ -66,13 +65,11 @@ def test_it_is_never_slower_only_if_the_whole_interval_says_so() -> None:
     assert [goal.met for goal in goals(results() | {"groups": [group | {"rows": rows}]})] == [False]
 
 
-def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
+def test_a_share_computes_on_numbers_and_is_priced() -> None:
     """Runs in a separate process, because the fake process group must be the only one."""
     found = {name: layout(name, tp=4) for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)}
-    group, out = TimingGroup("share", steps.SHARES, found, share=True), tmp_path / "group.json"
-    hardware = load_hardware("a100-80g")
-    assert launch(share_of_its_own, (group, hardware, out), 1, log_dir=None, forks=can_fork()) == 0
-    facts = side_by_side.json.loads(out.read_text())
+    group, hardware = TimingGroup("share", steps.SHARES, found, share=True), load_hardware("a100-80g")
+    facts = result_of(share_of_its_own, (group, hardware), 1, forks=can_fork())
     assert facts["tp"] == 4 and facts["processes"] == 1 and "A100" in facts["priced_by"]
     assert facts["waits_s"] == {name: exposed_collectives(predict(config, hardware)) for name, config in found.items()}
     assert all(waits > 0 for waits in facts["waits_s"].values())
@@ -80,12 +77,12 @@ def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
     assert seconds == [taken + facts["waits_s"][BTP] for taken in rows(facts)[BTP]["seconds"]]
 
 
-def share_of_its_own(group: TimingGroup, hardware: Any, out: Path) -> int:
-    assert side_by_side._measure_into(group, LEAST_ROUNDS, 1, hardware, out) == 0
+def share_of_its_own(group: TimingGroup, hardware: Any) -> Facts:
+    facts = side_by_side.measured(group, LEAST_ROUNDS, 1, hardware)
     with shares.without_the_others(ParallelConfig(tp=4), toy.CPU) as mesh:
         refuse_zeros("share", Stepper(layout(BTP_SP, tp=4), mesh).step())
     assert not dist.is_initialized()
-    return 0
+    return facts
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

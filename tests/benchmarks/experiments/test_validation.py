@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.commands import main
+from benchmarks.commands import main, result_of
 from benchmarks.experiments import validation
 from benchmarks.experiments.published import launching
 from benchmarks.experiments.validation import GPU, MACHINE, MeasuredStep
 from boost.config.load import from_tree
 from boost.measure.steps import prediction
 from boost.plan.hardware import Hardware, load_hardware
-from boost.train.launch import can_fork, launch
+from boost.train.launch import can_fork
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -132,14 +132,11 @@ def test_bytes_are_exact_and_the_peak_is_near() -> None:
 
 
 @pytest.mark.slow
-def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -> None:
+def test_the_share_of_a_process_is_measured_without_the_others() -> None:
     """Runs in a separate process, because the fake process group must be its only one."""
-    out = tmp_path / "steps.json"
     work = [("share", toy.toy_config("float32", **SMALL, parallel={"tp": 4, "layout": "btp"}, run={"device": "cpu"}))]
     hardware = load_hardware("a100-80g").model_copy(update={"host_us": launching(0.0)})
-    words = (work, hardware, True, out)
-    assert launch(validation._measure_into, words, 1, log_dir=None, forks=can_fork()) == 0
-    (row,) = json.loads(out.read_text())
+    (row,) = result_of(validation.measured, (work, hardware, True), 1, forks=can_fork())
     assert (row["share"], row["processes"]) == (True, 4)
     assert row["counted_sent"] == row["predicted_sent"] > 0
     assert row["predicted_peak"] == pytest.approx(row["measured_peak"], rel=0.1)

@@ -27,13 +27,6 @@ def results(name: str) -> Results:
     return run_row(COLA, row(name), toy.mesh(2))
 
 
-@pytest.mark.parametrize("name", [pytest.param("btp, online", marks=pytest.mark.nightly), "pp: interleaved"])
-@pytest.mark.slow
-def test_a_row_holds(name: str) -> None:
-    found = judged(row(name).cells, run_distributed(2, results, name))
-    assert (found.verdict, found.numbers["refused"]) == ("ok", {}), found.detail
-
-
 def results_with_a_wrong_norm() -> Results:
     usual = btp.inverse_rms
     with pytest.MonkeyPatch.context() as patch:
