@@ -86,8 +86,8 @@ def export(
     if form in ("llama", "merged") and not model.mlp_silu:
         own = "; --no-merge writes our own format instead" if form == "merged" else ""
         notes.append(
-            'model.mlp_silu = false is exported as hidden_act = "linear", which transformers computes; MLX-LM ignores it and '
-            f"computes another function, and vLLM refuses it{own}"
+            'model.mlp_silu = false is exported as hidden_act = "linear", which transformers computes; MLX-LM and CTranslate2 '
+            f"ignore it and compute another function, and vLLM refuses it{own}"
         )
     return Exported(
         out, form, class_name(model, form), writer.parameters, writer.total_bytes, files, stored, has_tokenizer, notes

@@ -35,9 +35,11 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
     if not tokenizer.chat_template:
         return None
 
+    template = ChatTemplate(folder, tokenizer)
+
     def render(messages: list[Message]) -> str:
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return template.render(template.with_text_read(messages, {})[0], {}, prompt=True)
         except _template_errors() as error:
             raise DataError(
                 f"the chat template of '{folder}' rejects these messages: {error}; fix the template"
@@ -118,9 +120,10 @@ class ChatTemplate:
     before it: the conversation up to and including the message, minus the prompt from which the message would be generated.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: see `load_chat_template`. Raises ConfigError; raises DataError also if the folder has no template."""
-        self._tokenizer = _load(folder)
+    def __init__(self, folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None) -> None:
+        """`folder`: see `load_chat_template`; `tokenizer`: the folder's, if it is loaded. Raises ConfigError; raises DataError also
+        if the folder has no template."""
+        self._tokenizer = tokenizer or _load(folder)
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"--tokenizer {folder} has no chat template; add a chat_template.jinja file, or use a chat model's tokenizer"
@@ -135,8 +138,10 @@ class ChatTemplate:
         """Number of answers so far whose end-of-turn token does not count toward the loss: the model does not learn to stop."""
         self._special = set(self._tokenizer.all_special_ids)
         self._plain = PlainText(self._tokenizer.backend_tokenizer)
-        self._reads: dict[tuple[str, str], bool] = {}
-        """What a template reads, by (template, subject): see `_reads_parts` and `_reads_null`."""
+        self._content_forms: dict[tuple[str, str], tuple[str, ...]] = {}
+        """Forms of content by (template, role): see `_reads`."""
+        self._null: dict[str, bool] = {}
+        """Whether a template reads null as content: see `_reads_null`."""
         self._forms: dict[str, tuple[str, ...]] = {}
         """Forms of tool-call arguments by template: see `_reads_arguments`."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
@@ -152,7 +157,8 @@ class ChatTemplate:
     def unused(self, messages: Sequence[JsonObject], fields: Mapping[str, object]) -> Iterator[str]:
         """Describes the parts of a conversation that the template does not use, or not in this form."""
         variables = {name: value for name, value in fields.items() if name not in self._reserved}
-        yield from self._adapted(messages, variables)[1]
+        messages, notes = self._adapted(messages, variables)
+        yield from notes
         names = set(re.findall(r"\w+", self._source(variables)))
         for name in fields:
             if name not in names or name in self._reserved:
@@ -195,15 +201,36 @@ class ChatTemplate:
         """The template for a conversation: transformers may choose another one for a conversation with tools."""
         return str(self._tokenizer.get_chat_template(tools=variables.get("tools")))
 
+    def with_text_read(
+        self, messages: Sequence[JsonObject], variables: JsonObject
+    ) -> tuple[list[JsonObject], dict[str, None]]:
+        """The messages, with text as a list of parts where the template needs that, and notes."""
+        source, adapted, notes = self._source(variables), [dict(message) for message in messages], dict[str, None]()
+        for message in adapted:
+            text, role = message["content"], message["role"]
+            forms = (
+                self._reads(source, role, messages, variables) if isinstance(text, str) and text.strip() else ("text",)
+            )
+            if "text" in forms:
+                continue
+            if "parts" in forms:
+                notes["with text as content, passed to the chat template as a list of parts, because it needs that"] = (
+                    None
+                )
+                message["content"] = [{"type": "text", "text": text}]
+            elif text.strip() not in self._probed(messages, variables):
+                notes[f"with a message of role {role!r}, which the chat template does not use"] = None
+        return adapted, notes
+
     def _adapted(self, messages: Sequence[JsonObject], variables: JsonObject) -> tuple[list[JsonObject], list[str]]:
         """The messages in the form that the template reads, and notes on what was changed. Raises Rejected."""
-        source, adapted, notes = self._source(variables), [dict(message) for message in messages], dict[str, None]()
+        source, (adapted, notes) = self._source(variables), self.with_text_read(messages, variables)
         if any(message["content"] is None for message in adapted) and not self._reads_null(source, adapted, variables):
             notes["with null as content, passed to the chat template as empty text, because it needs that"] = None
             adapted = [m | {"content": ""} if m["content"] is None else m for m in adapted]
         for message in adapted:
             parts = message["content"]
-            if isinstance(parts, list) and not self._reads_parts(source, message["role"], messages, variables):
+            if isinstance(parts, list) and "parts" not in self._reads(source, message["role"], messages, variables):
                 kinds = {part.get("type", "text"): None for part in parts if part.get("type", "text") not in TEXT_PARTS}
                 notes |= {
                     f"with content of type {kind!r}, which the chat template does not read": None for kind in kinds
@@ -225,24 +252,31 @@ class ChatTemplate:
                     )
         return adapted, list(notes)
 
-    def _reads_parts(self, source: str, role: str, messages: Sequence[JsonObject], variables: JsonObject) -> bool:
-        """Whether the template reads a list of parts as content of this role, rather than text."""
-        if (source, role) not in self._reads:
-            part = {"type": "text", "text": "boost_probe"}
-            probe = [
-                {**m, "content": ([part] if m["role"] == role else joined(m["content"]) or "")}
-                if isinstance(m["content"], list | None)
-                else m
-                for m in messages
-            ]
-            text = self._probed(probe, variables)
-            is_read = "boost_probe" in text and not any(form in text for form in (str(part), json.dumps(part)))
-            self._reads[source, role] = is_read
-        return self._reads[source, role]
+    def _reads(self, source: str, role: str, messages: Sequence[JsonObject], variables: JsonObject) -> tuple[str, ...]:
+        """The forms of content, "text" and "parts", that the template reads of this role, whichever form it needs of others."""
+        if (source, role) not in self._content_forms:
+            part, read = {"type": "text", "text": "boost_probe"}, list[str]()
+            texts = [joined(message["content"]) or "" for message in messages]
+            others = texts, [[{"type": "text", "text": text}] for text in texts]
+            is_rejected = True
+            for form, content in (("text", "boost_probe"), ("parts", [part])):
+                for other in others:
+                    probe = [
+                        m | {"content": content if m["role"] == role else x}
+                        for m, x in zip(messages, other, strict=True)
+                    ]
+                    text = self._probed(probe, variables)
+                    is_rejected &= not text
+                    if "boost_probe" in text and not any(written in text for written in (str(part), json.dumps(part))):
+                        read.append(form)
+            if is_rejected:  # for another reason
+                return ("text",)
+            self._content_forms[source, role] = tuple(read)
+        return self._content_forms[source, role]
 
     def _reads_null(self, source: str, messages: Sequence[JsonObject], variables: JsonObject) -> bool:
         """Whether the template reads null as no content, rather than as the word None."""
-        if (source, "null") not in self._reads:
+        if source not in self._null:
             empty, null = (
                 self._probed(
                     [m | {"content": text if m["content"] is None else joined(m["content"])} for m in messages],
@@ -250,8 +284,8 @@ class ChatTemplate:
                 )
                 for text in ("", None)
             )
-            self._reads[source, "null"] = bool(null) and null.count("None") <= empty.count("None")
-        return self._reads[source, "null"]
+            self._null[source] = bool(null) and null.count("None") <= empty.count("None")
+        return self._null[source]
 
     def _reads_arguments(self, source: str, messages: Sequence[JsonObject], variables: JsonObject) -> tuple[str, ...]:
         """The forms of tool-call arguments of which the template makes JSON: an object for `tojson`, text for concatenation. If it
@@ -276,7 +310,7 @@ class ChatTemplate:
 
     def _probed(self, messages: Sequence[JsonObject], variables: JsonObject) -> str:
         try:
-            return self._render(messages, variables)
+            return self.render(messages, variables)
         except _template_errors():
             return ""
 
@@ -301,17 +335,17 @@ class ChatTemplate:
             and int(ids[end - 1]) not in self._special
             for start, end in edges
         )
-        return Encoded(ids, mask, self._render(messages, variables))
+        return Encoded(ids, mask, self.render(messages, variables))
 
     def _by_prefixes(
         self, messages: Sequence[JsonObject], counts: Sequence[bool], variables: JsonObject
     ) -> list[Encoded]:
-        whole, spans, stable = self._render(messages, variables), list[tuple[str, int]](), True
+        whole, spans, stable = self.render(messages, variables), list[tuple[str, int]](), True
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for i, is_counted in zip(answers, counts, strict=True):
             if not is_counted:
                 continue
-            answered = self._render(messages[: i + 1], variables)
+            answered = self.render(messages[: i + 1], variables)
             spans.append((answered, self._start(messages[:i], answered, variables)))
             stable = stable and whole.startswith(answered)
         if stable:
@@ -321,17 +355,18 @@ class ChatTemplate:
     def _start(self, before: Sequence[JsonObject], answered: str, variables: JsonObject) -> int:
         """Where the answer to the messages `before` starts in the formatted text. Raises Rejected."""
         if before:
-            prompt = self._render(before, variables, prompt=True)
+            prompt = self.render(before, variables, prompt=True)
             if answered.startswith(prompt):
                 return len(prompt)
         else:  # no earlier message: most templates cannot format an empty conversation, so use the header after another message
             other = [{"role": "user", "content": "a"}]
-            header = self._render(other, variables, prompt=True).removeprefix(self._render(other, variables))
+            header = self.render(other, variables, prompt=True).removeprefix(self.render(other, variables))
             if header and header in answered:
                 return answered.index(header) + len(header)
         raise Rejected("with a chat-template prompt that is not a prefix of the formatted conversation")
 
-    def _render(self, messages: Sequence[JsonObject], variables: JsonObject, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[JsonObject], variables: JsonObject, prompt: bool = False) -> str:
+        """The text of these messages; `prompt`: and what precedes the next answer."""
         return str(
             self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=prompt, **variables

@@ -292,7 +292,7 @@ def test_what_an_export_changes_is_said(tmp_path: Path, store: Path) -> None:
     kept = export(open_checkpoint(path), tmp_path / "kept", None, False, GB)
     merged, act = done.notes
     assert f"{done.parameters:,} parameters instead of {kept.parameters:,}; --no-merge (merge=False) keeps" in merged
-    assert "MLX-LM ignores it" in act and "vLLM refuses it; --no-merge" in act
+    assert "MLX-LM and CTranslate2 ignore it" in act and "vLLM refuses it; --no-merge" in act
     assert kept.notes == []
 
 

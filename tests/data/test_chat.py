@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from boost.data.chat import ChatTemplate, Encoded, Rejected
+from boost.data.chat import ChatTemplate, Encoded, Rejected, load_chat_template
 from boost.errors import DataError
 from boost.text import JsonObject
 from tests.data.chats import CHATML, MARKED, chat_tokenizer, conversation
@@ -237,6 +237,30 @@ def test_parts_go_to_a_template_that_reads_them_and_reasoning_is_never_the_answe
     assert counted(template, document) == ["(Hi)(you)<|im_end|>\n"]
     with pytest.raises(Rejected, match="with an empty answer"):
         plain.encode([messages[0], {"role": "assistant", "content": parts[:1]}])
+
+
+def test_text_goes_to_a_template_that_reads_only_parts(tmp_path: Path) -> None:
+    """As that of Idefics and SmolVLM, which drops text without an error."""
+    read = "{% for p in m['content'] if p['type'] == 'text' %}{{ p['text'] }}{% endfor %}{{ '<|im_end|>' }}"
+    folder = chat_tokenizer(tmp_path, CHATML.replace("{{ m['content'] + '<|im_end|>' }}", read))
+    template, messages = ChatTemplate(folder), [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (document,) = template.encode(messages)
+    assert counted(template, document) == ["b<|im_end|>\n"] and "user\na<|im_end|>" in document.text
+    (note,) = template.unused(messages, {})
+    assert note.startswith("with text as content, passed to the chat template as a list of parts")
+    prompt = load_chat_template(folder)
+    assert prompt is not None and "user\na<|im_end|>" in prompt(messages[:1])
+
+
+def test_roles_that_a_template_leaves_out_are_named(tmp_path: Path) -> None:
+    source = CHATML.replace("for m in messages", "for m in messages if m['role'] != 'system'")
+    template = ChatTemplate(chat_tokenizer(tmp_path, source))
+    strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    other = ChatTemplate(chat_tokenizer(tmp_path / "strict", strict + CHATML))
+    (note,) = template.unused(conversation(3), {})
+    assert note == "with a message of role 'system', which the chat template does not use"
+    for number in (3, 1):  # one that it rejects says nothing of others
+        assert not list(other.unused(conversation(number), {}))
 
 
 def test_markers_are_those_of_the_template_in_use(tmp_path: Path) -> None:
