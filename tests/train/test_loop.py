@@ -189,15 +189,12 @@ def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store:
     config = make_config(store, tmp_path / "run", train={"save_every": 2, "keep": 1})
     fit(config.model_copy(update={"train": config.train.model_copy(update={"keep": 9})}), None)
     run = RunDirectory(config.run.dir)
-    trainer = make_trainer(config)
-    trainer.start(resume_candidates(str(run.checkpoints / "step-00000002"), run))
+    trainer = started(config, resume=str(run.checkpoints / "step-00000002"))
     trainer.step(RATE)
     saved = trainer.save()
     assert saved.name == "step-00000003"
     assert saved.is_dir(), "what was just saved is not what is removed"
-    again = make_trainer(config)
-    again.start(resume_candidates("auto", run))
-    assert again.position.step == 3
+    assert started(config, resume="auto").position.step == 3
 
 
 def poison(config: Config) -> tuple[list[bool], str]:
