@@ -17,7 +17,6 @@ from boost.train.console import ConsoleHook
 from boost.train.events import (
     SaveEnd,
     SaveStart,
-    TrainEnd,
     TrainResult,
     TrainStart,
 )
@@ -74,7 +73,7 @@ def test_events_say_where_the_run_stands(store: Path, tmp_path: Path) -> None:
     trainer, result = fit(config, recorder)
     (begin,), starts, ends = (recorder.of(name) for name in ("on_train_start", "before_step", "after_step"))
     assert (begin.step, begin.total_steps) == (0, 2)
-    assert recorder.of("on_train_end") == [TrainEnd(result)]
+    assert recorder.of("on_train_end") == [result]
     assert [e.step for e in starts] == [e.metrics.step for e in ends] == [1, 2]
     assert [e.lr for e in starts] == [e.metrics.lr for e in ends]
     assert [(e.skipped, e.last, e.stopping, e.save_requested) for e in ends] == [
