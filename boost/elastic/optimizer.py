@@ -1,9 +1,9 @@
 """Handles optimizer state when replicas are lost and rejoin (docs/recovery.md).
 
-`WholeTransfer` sends the whole state of any optimizer to a joining replica. `DividedAdamW` is AdamW with moments sharded over
-the replicas (ZeRO-1).
+`transfer_state` sends the whole state to joining replicas, except that of `DividedAdamW`: AdamW with moments sharded over the
+replicas (ZeRO-1).
 
-Every replica has all weights and, after the all-reduce, all gradients. Moments are split along the rows of each stored
+With it, every replica has all weights and, after the all-reduce, all gradients. Moments are split along the rows of each stored
 tensor into one piece per replica. Two replicas hold and update each piece, so the run survives the loss of either one.
 The replicas then exchange the updated rows.
 
@@ -29,38 +29,7 @@ from boost.models.fused import FusedParam
 from boost.optim import adamw
 from boost.optim.adamw import MOMENTS, Optimizer, Part, decays, fresh_state, fused_adamw, zeros
 from boost.parallel.mesh import share
-from boost.text import JsonObject
 from boost.train.replicas import digest
-
-
-class WholeTransfer:
-    """Brings joining replicas up to date if the optimizer's whole state is on every replica."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def transfer_info(self) -> JsonObject:
-        """JSON-serializable state that a joining replica needs before `transfer`."""
-        return {"updates": self._optimizer.updates}
-
-    def load_transfer_info(self, info: JsonObject) -> None:
-        """Inverse of `transfer_info`."""
-        self._optimizer.updates = info["updates"]
-
-    def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Sends the state from replica `donor` to the other replicas where `takes` is true. Collective."""
-        for tensor in self._optimizer.state_tensors():
-            dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
-
-    def digests(self, device: torch.device) -> list[Tensor]:
-        """Digests of the state after `transfer`, which must be equal on all replicas; 0s are ignored."""
-        return [digest(self._optimizer.state_tensors(), device)]
-
-    def commit_transfer(self) -> None:
-        """Commits a transfer once it is complete on all processes. Does nothing here, because state is received in place."""
-
-    def discard_transfer(self) -> None:
-        """Discards a transfer that was interrupted before any process completed it."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +167,7 @@ class DividedAdamW(Optimizer):
                     arrived = self._broadcast(source, parts, parts)
                     if self._mesh.dp.rank != source:
                         receive(parts, arrived, piece, source)
-            self._reshard_moments()
+            self.reshard_moments()
         elif (dp := self._mesh.dp).group is not None:
             # One all-gather per bucket of weights. Pieces are padded to the longest one, by at most a row of each tensor.
             for bucket in self._buckets:
@@ -224,19 +193,9 @@ class DividedAdamW(Optimizer):
 
     # Changes of replicas.
 
-    def transfer_info(self) -> JsonObject:
-        return {"updates": self.updates, "division": list(self.division.names)}
-
-    def load_transfer_info(self, info: JsonObject) -> None:
-        """Adopts the division; this replica holds none of its pieces yet."""
-        self.division, self._pieces = Division(tuple(info["division"])), {}
-        self.updates = info["updates"]
-
-    @torch.no_grad()
-    def transfer(self, mesh: ElasticMesh, donor: int, takes: bool) -> None:
-        """Shards the moments over the current replicas, including joining ones; `commit_transfer` adopts the result."""
-        self.discard_transfer()
-        self._reshard_moments()
+    def take_division(self, names: Sequence[str]) -> None:
+        """Adopts the other replicas' division; this replica holds none of its pieces yet."""
+        self.division, self._pieces = Division(tuple(names)), {}
 
     def discard_transfer(self) -> None:
         """Discards the pending division."""
@@ -248,8 +207,10 @@ class DividedAdamW(Optimizer):
             self._adopt(*self._pending)
             self._pending = None
 
-    def _reshard_moments(self) -> None:
-        """Collects the moments that this process will hold under a division over the current members."""
+    @torch.no_grad()
+    def reshard_moments(self) -> None:
+        """Collects the moments that this process will hold under a division over the current members, including joining ones;
+        `commit_transfer` adopts it."""
         old, new = self.division, Division(self._mesh.members)
         pieces = self._zeros(new)
         for piece, source in enumerate(old.sources(self._mesh.members)):
@@ -301,9 +262,21 @@ class DividedAdamW(Optimizer):
         ]
 
 
-def transfer_of(optimizer: Optimizer) -> WholeTransfer | DividedAdamW:
-    """What brings the optimizer's state on joining replicas up to date."""
-    return optimizer if isinstance(optimizer, DividedAdamW) else WholeTransfer(optimizer)
+@torch.no_grad()
+def transfer_state(optimizer: Optimizer, mesh: ElasticMesh, donor: int, takes: bool) -> list[Tensor]:
+    """Sends the state from replica `donor` to the other replicas where `takes` is true, or shards the moments over the current
+    replicas. Collective. Returns digests of the state, which must be equal on all replicas; 0s are ignored."""
+    if isinstance(optimizer, DividedAdamW):
+        optimizer.reshard_moments()
+        return optimizer.digests(mesh.device)
+    for tensor in optimizer.state_tensors():
+        dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
+    return [digest(optimizer.state_tensors(), mesh.device)]
+
+
+def divided(optimizer: Optimizer) -> DividedAdamW | None:
+    """The optimizer, if its moments are sharded over replicas."""
+    return optimizer if isinstance(optimizer, DividedAdamW) else None
 
 
 def _rows_view(tensor: Tensor, rows: range) -> Tensor:

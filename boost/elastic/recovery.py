@@ -28,7 +28,7 @@ from boost.elastic.groups import Membership, disconnect_abandoned, has_abandoned
 from boost.elastic.hooks import MembershipChange
 from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, Report, deal
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
-from boost.elastic.optimizer import transfer_of
+from boost.elastic.optimizer import divided, transfer_state
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
 from boost.parallel.mesh import T, share
 from boost.text import JsonObject
@@ -280,7 +280,8 @@ class Recovery:
             self.run(admit)
         finally:
             self._admits = False
-        transfer_of(self.trainer.optimizer).commit_transfer()
+        if own := divided(self.trainer.optimizer):
+            own.commit_transfer()
         self.trainer.check_replicas(again=True)
         self.trainer.signals_to_reduce = True  # must match rejoined replicas, which start with True
 
@@ -316,7 +317,8 @@ class Recovery:
         except PeersLostError as error:
             self._coordinator.exclude(self.member.incarnation, DEAD, "had not joined yet")
             raise ExcludedError(f"the membership ended before this replica had joined ({error})") from error
-        transfer_of(trainer.optimizer).commit_transfer()
+        if own := divided(trainer.optimizer):
+            own.commit_transfer()
         self.trainer, self.operation, self._connected = trainer, decision.operation, decision
         self._complete(None)
         trainer.check_replicas(again=True)
@@ -337,8 +339,8 @@ class Recovery:
         """
         trainer = newcomer or self.trainer
         assert trainer is not None, "a joining replica passes its trainer"
-        transfer = transfer_of(trainer.optimizer)
-        transfer.discard_transfer()
+        if own := divided(trainer.optimizer):
+            own.discard_transfer()
         if not self.decision.joined:
             self.mesh.barrier()
             return
@@ -356,8 +358,8 @@ class Recovery:
         for tensor in weights:
             sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
             dist.broadcast(sent, group=dp.group, group_src=donor)
-        transfer.transfer(self.mesh, donor, takes or dp.rank == donor)
-        mine = torch.stack([digest(weights, self.mesh.device), *transfer.digests(self.mesh.device)])
+        of_optimizer = transfer_state(trainer.optimizer, self.mesh, donor, takes or dp.rank == donor)
+        mine = torch.stack([digest(weights, self.mesh.device), *of_optimizer])
         digests = [torch.empty_like(mine) for _ in range(dp.size)]
         dist.all_gather(digests, mine, group=dp.group)
         if any(len(set(copies) - {0}) > 1 for copies in zip(*(own.tolist() for own in digests), strict=True)):
@@ -473,13 +475,15 @@ def state_of(trainer: Trainer) -> JsonObject:
     """The state that a rejoining replica needs besides weights and moments: the trainer's position, the state of its hooks, and
     what the others have read from files."""
     hooks = [hook for hook in trainer.hooks if isinstance(hook, Hook)]
+    own = divided(trainer.optimizer)
     return {
         "facts": trainer.facts(),
         "token": trainer.run.token,
         "inherited": trainer.inherited,
         "position": dataclasses.asdict(trainer.position),
         "judge": trainer.judge.state(),
-        "optimizer": transfer_of(trainer.optimizer).transfer_info(),
+        "division": list(own.division.names) if own else [],
+        "updates": trainer.optimizer.updates,
         "hooks": {type(hook).__name__: hook.state() for hook in hooks if not hook.main_only},
     }
 
@@ -492,7 +496,9 @@ def take_state(trainer: Trainer, state: JsonObject) -> None:
     trainer.inherit(state["inherited"])
     trainer.position = Position(**state["position"])
     trainer.judge.take_state(state["judge"])
-    transfer_of(trainer.optimizer).load_transfer_info(state["optimizer"])
+    if own := divided(trainer.optimizer):
+        own.take_division(state["division"])
+    trainer.optimizer.updates = state["updates"]
     for hook in trainer.hooks:
         if isinstance(hook, Hook) and (found := state["hooks"].get(type(hook).__name__)):
             hook.take_state(found)

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import operator
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
@@ -15,7 +14,7 @@ from boost.config import Config
 from boost.elastic.membership import DEAD, Coordinator
 from boost.elastic.mesh import ranks_of_replicas
 from boost.elastic.recovery import INCARNATION
-from boost.train.failures import read_reports
+from boost.train.failures import how_it_ended, read_reports
 from boost.train.rendezvous import file_store
 from boost.train.signals import STOP_SIGNALS
 
@@ -120,9 +119,7 @@ class Supervisor:
         if codes and not set(codes) <= set(self._failed):
             # Signals (negative codes) come first: an exit code may be a consequence of one.
             rank, code = min(codes.items(), key=operator.itemgetter(1))
-            killed = -code in set(signal.Signals)
-            how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with exit code {code}"
-            self._coordinator.exclude(incarnation, DEAD, f"rank {rank} {how}")
+            self._coordinator.exclude(incarnation, DEAD, f"rank {rank} {how_it_ended(code, hint='')}")
         alive = [rank for rank in ranks if self._processes[rank].exitcode is None]
         for rank in alive:
             self._processes[rank].kill()

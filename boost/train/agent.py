@@ -24,6 +24,7 @@ from torch.distributed.launcher import api
 
 from boost.errors import TRY_AGAIN, BoostError, ConfigError, TrainingError
 from boost.text import LAUNCHED, print_error
+from boost.train.failures import how_it_ended
 from boost.train.heartbeat import process_name
 from boost.train.signals import STOP_SIGNALS
 
@@ -171,13 +172,10 @@ class Agent(LocalElasticAgent):
                 f"{who} was still saving when torchrun's time limit after {stop.name} ended it; set "
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT to more seconds than a step and a save take"
             )
-        elif failure.exitcode < 0:
-            hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-            message = f"{who} was killed by {failure.signal_name()}{hint}"
         elif failure.exitcode == TRY_AGAIN:
             message = "a signal to another node stopped the run"
         else:
-            message = f"{who} ended with exit code {failure.exitcode}"
+            message = f"{who} {how_it_ended(failure.exitcode)}"
         error = BoostError(message)
         error.exit_code = _code(failure)
         return error

@@ -203,13 +203,6 @@ class TrainResult:
         return self.stopped_by is not None
 
 
-@dataclass(frozen=True)
-class TrainEnd:
-    """Training is over: finished with the final evaluation, or stopped and saved."""
-
-    result: TrainResult
-
-
 class AnyHook(Protocol):
     """What `Trainer` knows of a hook (`boost.train.hooks`), in addition to a method for each event."""
 

@@ -7,6 +7,7 @@ failure is a bug and keeps its traceback. For example, "CUDA error: the launch t
 import contextlib
 import json
 import re
+import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -79,6 +80,14 @@ def first_sentence(error: BaseException) -> str:
     """The first sentence of an error message. gloo's messages start with a source location and end with advice."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split("\n")[0]
     return re.split(r"\.\s", text)[0] or type(error).__name__
+
+
+def how_it_ended(code: int, hint: str = " (out of memory?)") -> str:
+    """How a process ended, by its exit code; negative: the signal that killed it. `hint`: added after SIGKILL."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"was killed by {name}{hint if -code == signal.SIGKILL else ''}"
 
 
 @dataclass(frozen=True)

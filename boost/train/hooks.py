@@ -114,8 +114,8 @@ class Hook:
     def on_warning(self, trainer: "Trainer", text: str) -> None:
         """Called for each `trainer.warn(text)` on this process."""
 
-    def on_train_end(self, trainer: "Trainer", event: events.TrainEnd) -> None:
-        """Called once at the end of the run, unless it failed."""
+    def on_train_end(self, trainer: "Trainer", result: events.TrainResult) -> None:
+        """Called once at the end of the run, unless it failed: after the final evaluation, or once a stopped run is saved."""
 
     def teardown(self, trainer: "Trainer") -> None:
         """Releases resources. Always called at the end of the run, even if `setup` was not called."""

@@ -32,7 +32,7 @@ from boost import errors
 from boost.errors import BoostError, ConfigError, TrainingError
 from boost.machine import available_cores
 from boost.text import printable_text
-from boost.train.failures import FailureReport, read_reports, root_cause
+from boost.train.failures import FailureReport, how_it_ended, read_reports, root_cause
 from boost.train.heartbeat import process_name, read_beats
 from boost.train.signals import (
     SECOND_INTERRUPT_S,
@@ -254,16 +254,13 @@ def _raise_root_cause(
     report = root_cause(failed, reports)
     if isinstance(report, int):  # a process that ended without a report
         code = failed[report]
-        number = -code  # number of the signal that ended it
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        if number in signals.received:
+        if -code in signals.received:
+            name = signal.Signals(-code).name
             error = TrainingError(f"stopped by {name} during startup or shutdown; existing checkpoints are intact")
-            error.exit_code = STOPPED_EXIT + number
+            error.exit_code = STOPPED_EXIT - code
             raise error
-        how = f"was killed by {name}" if number > 0 else f"ended with exit code {code}"
-        hint = " (out of memory?)" if number == signal.SIGKILL else ""
         others = "; the other processes were stopped" if spec.nproc > 1 else ""
-        raise TrainingError(f"{process_name(report, spec.nproc)} {how}{hint}{others}; {_resume_hint(spec)}")
+        raise TrainingError(f"{process_name(report, spec.nproc)} {how_it_ended(code)}{others}; {_resume_hint(spec)}")
     who = process_name(report.rank, spec.nproc)
     if report.kind == "defect":
         print(f"{who} failed:\n{printable_text(report.message)}", file=sys.stderr, flush=True)

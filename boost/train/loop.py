@@ -230,7 +230,7 @@ class Trainer:
                 if not stopped and evaluation is None:
                     stopped = StepFlags.SIGNAL
                 result = self._result(stopped, evaluation)
-                self.notify("on_train_end", events.TrainEnd(result))
+                self.notify("on_train_end", result)
             return result
         finally:
             self._stop_reason, self.requested = None, StepFlags.NONE

@@ -30,7 +30,16 @@ from boost.files import remove_leftovers, storage_errors, temporary_sibling
 from boost.paths import require_regular
 from boost.text import JsonObject
 from boost.train.best_effort import best_effort
-from boost.train.events import EvalMetrics, EvaluationEnd, Rollback, RunEvent, SampleEnd, StepEnd, StepMetrics, TrainEnd
+from boost.train.events import (
+    EvalMetrics,
+    EvaluationEnd,
+    Rollback,
+    RunEvent,
+    SampleEnd,
+    StepEnd,
+    StepMetrics,
+    TrainResult,
+)
 from boost.train.hooks import Hook
 from boost.train.rundir import RunDirectory, flat_config
 
@@ -225,8 +234,7 @@ class MetricsHook(Hook):
         self._add_line("sample", event)
         self._draw(event.step, texts={f"sample/{self._sampled[1]}": _preformatted(f"{event.prompt}[...]{event.text}")})
 
-    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
-        result = event.result
+    def on_train_end(self, trainer: "Trainer", result: TrainResult) -> None:
         end = RunEnd(result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or "")
         self._add_line("end", end)
         if end.state == "done":

@@ -1,16 +1,5 @@
-"""The run directory. A resumed run continues in it, and writes its configuration and environment under new names.
-
-config.toml        the fully resolved configuration; config.2.toml, ... for later starts
-environment.json   versions, hardware, commit and command line; environment.2.json, ... for later starts
-last-saved.json    the newest checkpoint's step and folder, stored separately to detect missing checkpoints
-trackers.json      this run's W&B id, which a resumed run continues
-run.lock           names the process that trains here (boost.train.run_lock)
-metrics.jsonl      one JSON object per line for every step and every evaluation (boost.train.metrics)
-tensorboard/       the same numbers as TensorBoard events, with the configuration, hyperparameters and text samples
-wandb/             wandb's own files, such as an offline run
-logs/rank{r}.log   log of process r, with timestamps; rank{r}.out: its stdout and stderr if it has no terminal
-checkpoints/       complete checkpoints (boost.train.checkpoint)
-"""
+"""The run directory, whose files docs/run-directory.md lists. A resumed run continues in it, and writes its configuration and
+environment under new names."""
 
 import contextlib
 import datetime

@@ -14,7 +14,7 @@ from boost.config import Config
 from boost.elastic.groups import Membership, RecoverableGroup
 from boost.elastic.membership import Decision, Member
 from boost.elastic.mesh import Replica, join_members, waiting_mesh
-from boost.elastic.optimizer import DividedAdamW, Division, build_optimizer
+from boost.elastic.optimizer import DividedAdamW, Division, build_optimizer, transfer_state
 from boost.errors import TrainingError
 from boost.measure.exactness import TrainedModel
 from boost.models.fused import FusedParam, fused_params
@@ -98,11 +98,12 @@ def comes_and_goes(config: Config, folder: Path) -> list[list[tuple[Tensor, Tens
                     params = model_of(config)
                     optimizer = build_optimizer(params, config, replace(replicas.mesh, members=()))
                     optimizer._mesh = replicas.mesh  # type: ignore[attr-defined]
-                    optimizer.load_transfer_info({"updates": step, "division": ["0.0", "2.0"]})
+                    optimizer.take_division(["0.0", "2.0"])
+                    optimizer.updates = step
                 if rank in ranks:
                     for fused in params:
                         dist.broadcast(fused.tensor.detach(), group=replicas.mesh.dp.group, group_src=0)
-                    optimizer.transfer(replicas.mesh, 0, rank == 1)
+                    transfer_state(optimizer, replicas.mesh, 0, rank == 1)
                     optimizer.commit_transfer()
         if rank in ranks:
             gradients(params, step)

@@ -358,18 +358,6 @@ def test_when_all_die_the_run_ends_and_says_why(store: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_stop_signal_saves_and_ends_all(store: Path, tmp_path: Path) -> None:
-    with Command(tmp_path, store, *BATCH, *MESHES["dp2"], "--run.recovery", "in-step") as command:
-        command.wait_for(
-            lambda: (command.run / "metrics.jsonl").exists() and len(read_metrics(command.run / "metrics.jsonl")) > 5
-        )
-        os.kill(command.process.pid, signal.SIGTERM)
-        code, out, err = command.finish()
-    assert code == 0 and "checkpoint saved" in out, out + err
-    assert not command.processes()[1:]
-
-
-@pytest.mark.slow
 def test_the_run_saves_and_ends_when_its_launcher_is_killed(store: Path, tmp_path: Path) -> None:
     """Like a run without recovery. The store of the run is in the launcher's folder, which the last process removes."""
     with Command(tmp_path, store, *BATCH, *MESHES["dp2"], *QUIET, "--run.recovery", "in-step") as command:

@@ -87,7 +87,6 @@ def test_every_pair_of_options_is_the_single_process_function(row: Row) -> None:
     train = {"micro_batch": batch["sequences"], "global_batch": 4, "recompute": row["policy"]}
     data = {"isolate_documents": batch["documents"]}
     config = config_of(model, parallel, tp, "float64", train=train, data=data)
-    toy.skip_what_torch_cannot(config)
     require_one_process(config)
 
 

@@ -101,6 +101,29 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
 
 
+EVENTS = [name for name in vars(Hook) if not name.startswith("_") and name not in ("main_only", "state", "take_state")]
+
+
+class Recorder(Hook):
+    """Records every event: its name, and what comes with it."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in EVENTS:
+            return lambda _, event=None: self.events.append((name, event))
+        return super().__getattribute__(name)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+    def of(self, name: str) -> list[Any]:
+        """What came with the events of this name."""
+        return [event for other, event in self.events if other == name]
+
+
 class Warnings(Hook):
     """Records warnings."""
 

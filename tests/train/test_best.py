@@ -12,9 +12,8 @@ from boost.errors import CheckpointError
 from boost.train import judge
 from boost.train.checkpoint import find_checkpoint, open_checkpoint, read_best
 from boost.train.evaluate import Evaluation
-from boost.train.resume import resume_candidates
 from tests.cli.commands import say
-from tests.train.runs import make_config, make_trainer
+from tests.train.runs import make_config, make_trainer, started
 
 
 def fit(store: Path, folder: Path, losses: list[float], **train: Any) -> Path:
@@ -68,9 +67,8 @@ def test_commands_take_the_best_checkpoint(store: Path, tmp_path: Path, capsys: 
     code, out, _ = say(capsys, "checkpoint", "list", run, "--json")
     assert [(row["step"], row["best"]) for row in json.loads(out)] == [(2, True), (6, False)]
     assert "complete, best" in say(capsys, "checkpoint", "list", run)[1]
-    trainer = make_trainer(make_config(store, run, train={"steps": 6}))
+    trainer = started(make_config(store, run, train={"steps": 6}), resume=best)
     assert trainer.run.continued_by(best) and not trainer.run.continued_by(f"{tmp_path}/other@best")
-    trainer.start(resume_candidates(best, trainer.run))
     assert trainer.position.step == 2
 
 
@@ -84,6 +82,5 @@ def test_no_best_checkpoint_is_one_line(store: Path, tmp_path: Path) -> None:
 
 def test_a_best_checkpoint_of_an_abandoned_branch_is_none(store: Path, tmp_path: Path) -> None:
     run = fit(store, tmp_path / "run", [4.0, 3.0, 4.5], keep=9)
-    trainer = make_trainer(make_config(store, run, train={"steps": 6}))
-    trainer.start([run / "checkpoints/step-00000002"])
+    started(make_config(store, run, train={"steps": 6}), resume=str(run / "checkpoints/step-00000002"))
     assert read_best(run / "checkpoints") is None

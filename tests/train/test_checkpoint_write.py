@@ -16,7 +16,7 @@ from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint, commit, write
-from boost.train.checkpoint.reshard import LocalSlice, _assign
+from boost.train.checkpoint.reshard import LocalSlice, assign
 from boost.train.checkpoint.write import HostBuffer, Snapshot, write_snapshot
 from boost.train.events import SaveEnd, SaveStart, StepEnd
 from boost.train.hooks import Hook
@@ -208,7 +208,7 @@ def test_a_run_that_ends_with_an_error_completes_the_save_in_flight(
 def test_every_slice_has_one_writer_and_writers_share_the_work() -> None:
     shared = {("a", (0,)): 60, ("b", (0,)): 50, ("c", (0,)): 40}
     by_rank = [shared | {("own", (0,)): 10}, shared, shared]
-    assigned = _assign(by_rank)
+    assigned = assign(by_rank)
     assert sorted(key for keys in assigned for key in keys) == sorted(by_rank[0])
     assert all(assigned) and ("own", (0,)) in assigned[0]
 

@@ -8,10 +8,8 @@ import torch
 
 from boost.errors import ConfigError
 from boost.train.checkpoint import complete_checkpoints
-from boost.train.events import BadStep
 from boost.train.faults import KINDS, Fault, FaultInjection, fail_next_write, flip_exponent_bit, parse_fault
-from boost.train.loop import Trainer
-from tests.train.runs import Warnings, fitted, make_config
+from tests.train.runs import Recorder, fitted, make_config
 
 
 def test_words() -> None:
@@ -62,23 +60,14 @@ def test_one_write_fails_below_the_folder_and_only_one(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step" / "file").write_text("x")
 
 
-class Bad(Warnings):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int] = []
-
-    def on_bad_step(self, trainer: Trainer, event: BadStep) -> None:
-        self.steps.append(event.step)
-
-
 def test_a_gradient_that_is_nan_costs_one_step_and_a_full_disk_one_save(store: Path, tmp_path: Path) -> None:
-    hook = Bad()
+    recorder = Recorder()
     config = make_config(store, tmp_path / "run", train={"save_every": 2, "keep": 5, "async_save": False})
-    fitted(config, hook, FaultInjection([Fault("nan", 3), Fault("nan", 3, 1), Fault("disk-full", 4)]))
-    assert hook.steps == [3]
-    assert hook.seen[0] == "injected fault: nan at step 3 on rank 0"
+    fitted(config, recorder, FaultInjection([Fault("nan", 3), Fault("nan", 3, 1), Fault("disk-full", 4)]))
+    assert [event.step for event in recorder.of("on_bad_step")] == [3]
+    assert recorder.of("on_warning")[0] == "injected fault: nan at step 3 on rank 0"
     assert [path.name[-1] for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == ["2", "6"]
-    assert any("No space left on device" in text for text in hook.seen)
+    assert any("No space left on device" in text for text in recorder.of("on_warning"))
 
 
 def test_every_kind_is_explained() -> None:

@@ -1,27 +1,19 @@
 """Captured passes: bitwise the same training as without, and one line where a capture is impossible."""
 
-import contextlib
 import gc
-import re
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from boost.config import Config
 from boost.config.rules import check
-from boost.config.schema import RunConfig
 from boost.errors import ConfigError, TrainingError
 from boost.measure.exactness import TrainedModel
 from boost.parallel.mesh import Mesh
-from boost.train import graphs, heartbeat
-from boost.train.heartbeat import Heartbeat
-from boost.train.rendezvous import LAUNCH_DIR
+from boost.train import graphs
 from boost.train.step import Stepper
 from tests import toy
 from tests.convert.toys import save
@@ -214,51 +206,3 @@ def test_what_a_capture_does_not_know_is_nan() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match="freed"):
         graph.replay()
-
-
-def named(folder: str) -> list[str]:
-    """What the first process says that waits in a replay for the second one, which does not reach it."""
-    rank, over, said = dist.get_rank(), threading.Event(), list[str]()
-
-    class Waiting:
-        """A graph that is like a GPU's: nothing but the replay sees its collectives."""
-
-        replays = 0
-
-        def capture(self) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()
-
-        def replay(self) -> None:
-            self.replays += 1
-            if self.replays == 2:
-                assert over.wait(600)
-
-    def on_hang(message: str) -> None:
-        said.append(message)
-        (Path(folder) / "over").touch()
-        over.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LAUNCH_DIR, folder)
-        patch.setitem(graphs.GRAPHS, "cpu", Waiting)
-        passes = graphs.CapturedPasses(lambda *_: torch.zeros(()), [], toy.CPU)
-        run = RunConfig.model_validate({"timeout_s": 5})
-        with Heartbeat(Mesh(toy.CPU, rank=rank, size=2), run, on_hang):
-            heartbeat.enter(heartbeat.Phase.STEP, 3)
-            for _ in range(2 - rank):
-                passes([], 1)
-            deadline = time.monotonic() + 600
-            while not (Path(folder) / "over").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-    return said
-
-
-@pytest.mark.slow
-def test_a_process_that_does_not_reach_a_replay_is_named(tmp_path: Path) -> None:
-    ((message,), none) = run_distributed(2, named, str(tmp_path))
-    behind = (
-        r"process 2 of 2 \(rank 1\) is behind the other processes \(.* last collective CUDA graph #1 of group 'all'\)"
-    )
-    waits = r"process 1 of 2 \(rank 0\) waited 5 s in step 3, phase step, in CUDA graph #2 of group 'all'"
-    assert re.fullmatch(f"{behind}; {waits}", message) and none == []

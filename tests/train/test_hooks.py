@@ -15,13 +15,8 @@ from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, Periodic
 from boost.train.checkpoint import Position
 from boost.train.console import ConsoleHook
 from boost.train.events import (
-    BadStep,
-    EvaluationEnd,
     SaveEnd,
     SaveStart,
-    StepEnd,
-    StepStart,
-    TrainEnd,
     TrainResult,
     TrainStart,
 )
@@ -34,21 +29,7 @@ from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
 from tests.train.commands import saved_steps
-from tests.train.runs import Do, Warnings, make_config, request_stop, started
-
-EVENTS = [name for name in vars(Hook) if not name.startswith("_") and name not in ("main_only", "state", "take_state")]
-
-
-class Recorder(Hook):
-    """Records the name of every event."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in EVENTS:
-            self.seen.append(name)
-        return super().__getattribute__(name)
+from tests.train.runs import EVENTS, Do, Recorder, Warnings, make_config, request_stop, started
 
 
 class Refuse(Warnings):
@@ -77,7 +58,7 @@ def test_the_order_of_events_and_of_hooks(store: Path, tmp_path: Path) -> None:
     own = [BadStepLimit, ReplicaCheck, HealthMonitor, PeriodicEvaluation, PeriodicCheckpoint]
     assert [type(hook) for hook in trainer.hooks[2:]] == own
     step, save = ["before_step", "after_backward", "after_step"], ["before_save", "after_save"]
-    assert recorder.seen == [
+    assert recorder.names == [
         *["setup", "on_train_start"],
         *step,
         *[*step, "on_evaluation", *save],
@@ -87,28 +68,20 @@ def test_the_order_of_events_and_of_hooks(store: Path, tmp_path: Path) -> None:
 
 
 def test_events_say_where_the_run_stands(store: Path, tmp_path: Path) -> None:
-    events: list[Any] = []
-
-    class Collector(Hook):
-        def __getattribute__(self, name: str) -> Any:
-            if name in EVENTS:
-                return lambda trainer, *event: events.extend(event)
-            return super().__getattribute__(name)
-
+    recorder = Recorder()
     config = make_config(store, tmp_path, train={"steps": 2, "eval_every": 1, "eval_tokens": 64})
-    trainer, result = fit(config, Collector())
-    begin, *_, end = events
+    trainer, result = fit(config, recorder)
+    (begin,), starts, ends = (recorder.of(name) for name in ("on_train_start", "before_step", "after_step"))
     assert (begin.step, begin.total_steps) == (0, 2)
-    assert end == TrainEnd(result)
-    starts, ends = ([e for e in events if isinstance(e, kind)] for kind in (StepStart, StepEnd))
+    assert recorder.of("on_train_end") == [result]
     assert [e.step for e in starts] == [e.metrics.step for e in ends] == [1, 2]
     assert [e.lr for e in starts] == [e.metrics.lr for e in ends]
     assert [(e.skipped, e.last, e.stopping, e.save_requested) for e in ends] == [
         (False, False, False, False),
         (False, True, False, False),
     ]
-    assert [(e.metrics.step, e.complete) for e in events if isinstance(e, EvaluationEnd)] == [(1, False), (2, True)]
-    assert [e for e in events if isinstance(e, SaveEnd)] == [SaveEnd(2, trainer.run.checkpoints / "step-00000002")]
+    assert [(e.metrics.step, e.complete) for e in recorder.of("on_evaluation")] == [(1, False), (2, True)]
+    assert recorder.of("after_save") == [SaveEnd(2, trainer.run.checkpoints / "step-00000002")]
     with pytest.raises(AttributeError, match="cannot assign"):
         begin.step = 5
 
@@ -120,8 +93,8 @@ def test_a_hook_stops_the_run_and_everything_is_saved(store: Path, tmp_path: Pat
     assert (result.position.step, result.stopped_by, result.evaluation) == (last, "the test", None)
     assert not result.by_signal and not result.received_signal
     assert result.checkpoint is not None and saved_steps(trainer.run.path) == [last]
-    assert recorder.seen.count("on_evaluation") == last - 1, "a step that stops the run is not evaluated"
-    assert recorder.seen[-2:] == ["on_train_end", "teardown"]
+    assert recorder.names.count("on_evaluation") == last - 1, "a step that stops the run is not evaluated"
+    assert recorder.names[-2:] == ["on_train_end", "teardown"]
 
 
 def test_a_stop_asked_for_in_the_last_step_changes_nothing(store: Path, tmp_path: Path) -> None:
@@ -152,7 +125,7 @@ def test_a_stop_by_a_hook_exits_with_0_on_every_node(monkeypatch: pytest.MonkeyP
 def request_and_refuse_on_one(config: Any) -> tuple[list[int], list[str], Any]:
     refuse, recorder = Refuse({5, 6}, rank=1), Recorder()
     trainer, result = fit(config, Do("after_step", 2, Trainer.request_save, rank=1), refuse, recorder)
-    assert recorder.seen.count("before_save") == 3 and recorder.seen.count("after_save") == 1
+    assert recorder.names.count("before_save") == 3 and recorder.names.count("after_save") == 1
     return saved_steps(trainer.run.path), refuse.seen, result.checkpoint and result.checkpoint.name
 
 
@@ -209,9 +182,9 @@ def test_a_hook_that_raises_ends_the_run(store: Path, tmp_path: Path, event: str
     trainer = started(make_config(store, tmp_path, train={"steps": 1, "sample_tokens": 2}), broken, after)
     with pytest.raises(ZeroDivisionError, match=event):
         trainer.fit()
-    assert event not in after.seen
-    assert after.seen.count("teardown") == 1 and after.seen[-1] == "teardown"
-    assert "on_train_end" not in after.seen
+    assert event not in after.names
+    assert after.names.count("teardown") == 1 and after.names[-1] == "teardown"
+    assert "on_train_end" not in after.names
 
 
 def test_an_error_in_teardown_is_logged_and_costs_no_other_hook(
@@ -225,7 +198,7 @@ def test_an_error_in_teardown_is_logged_and_costs_no_other_hook(
     with caplog.at_level("ERROR", logger="boost"):
         _, result = fit(make_config(store, tmp_path, train={"steps": 1}), Broken(), recorder)
     assert result.position.step == 1
-    assert recorder.seen[-1] == "teardown"
+    assert recorder.names[-1] == "teardown"
     assert "teardown of Broken failed" in caplog.text
 
 
@@ -259,7 +232,7 @@ def printed(config: Any) -> tuple[str, str, list[str], list[str]]:
     main.main_only = True  # type: ignore[misc]
     with contextlib.redirect_stdout(out):
         fit(config, ConsoleHook(), MetricsHook(), everywhere, main)
-    return out.getvalue(), RunDirectory(config.run.dir).metrics.read_text(), everywhere.seen, main.seen
+    return out.getvalue(), RunDirectory(config.run.dir).metrics.read_text(), everywhere.names, main.names
 
 
 @pytest.mark.slow
@@ -281,21 +254,11 @@ def test_main_only_hooks_and_so_console_and_metrics_run_on_the_main_process_only
 
 
 def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(store: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    skipped: list[bool] = []
-
-    class Watch(Hook):
-        def on_bad_step(self, trainer: Trainer, event: BadStep) -> None:
-            seen.append((event.step, event.consecutive))
-
-        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-            skipped.append(event.skipped)
-
-    nans = FaultInjection([Fault("nan", number) for number in (1, 3, 4, 5)])
+    recorder, nans = Recorder(), FaultInjection([Fault("nan", number) for number in (1, 3, 4, 5)])
     with pytest.raises(TrainingError, match="at step 5: not finite for 3 steps in a row"):
-        fit(make_config(store, tmp_path), Watch(), nans)
-    assert seen == [(1, 1), (3, 1), (4, 2), (5, 3)]
-    assert skipped == [True, False, True, True]
+        fit(make_config(store, tmp_path), recorder, nans)
+    assert [(e.step, e.consecutive) for e in recorder.of("on_bad_step")] == [(1, 1), (3, 1), (4, 2), (5, 3)]
+    assert [e.skipped for e in recorder.of("after_step")] == [True, False, True, True]
 
 
 def flags_of(raised: list[tuple[int, int]]) -> list[int]:

@@ -15,15 +15,13 @@ from boost.errors import CheckpointError, ConfigError, DataError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
 from boost.parallel.pipeline import Pipeline
-from boost.train.events import EvaluationEnd
-from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.prefetch import to_device
 from boost.train.resume import resume_candidates
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.runs import RATE, make_config, make_trainer, started
+from tests.train.runs import RATE, Recorder, make_config, make_trainer, started
 
 
 def losses_of(config: Config, steps: int) -> list[float]:
@@ -99,14 +97,10 @@ def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path) -> No
 
 def fit(config: Config, resume: str | None) -> tuple[list[float], int, int]:
     """Held-out losses, the last step, and the number of complete checkpoints."""
-    seen: list[float] = []
-
-    class Recorder(Hook):
-        def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
-            seen.append(event.metrics.heldout_loss)
-
-    trainer = started(config, Recorder(), resume=resume)
+    recorder = Recorder()
+    trainer = started(config, recorder, resume=resume)
     result = trainer.fit()
+    seen = [event.metrics.heldout_loss for event in recorder.of("on_evaluation")]
     return seen, result.position.step, len(list(trainer.run.checkpoints.glob("step-*")))
 
 
@@ -189,15 +183,12 @@ def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store:
     config = make_config(store, tmp_path / "run", train={"save_every": 2, "keep": 1})
     fit(config.model_copy(update={"train": config.train.model_copy(update={"keep": 9})}), None)
     run = RunDirectory(config.run.dir)
-    trainer = make_trainer(config)
-    trainer.start(resume_candidates(str(run.checkpoints / "step-00000002"), run))
+    trainer = started(config, resume=str(run.checkpoints / "step-00000002"))
     trainer.step(RATE)
     saved = trainer.save()
     assert saved.name == "step-00000003"
     assert saved.is_dir(), "what was just saved is not what is removed"
-    again = make_trainer(config)
-    again.start(resume_candidates("auto", run))
-    assert again.position.step == 3
+    assert started(config, resume="auto").position.step == 3
 
 
 def poison(config: Config) -> tuple[list[bool], str]:

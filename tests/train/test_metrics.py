@@ -19,7 +19,7 @@ from boost.errors import ConfigError, DataError, StorageError
 from boost.measure.run_record import read_run
 from boost.train import best_effort
 from boost.train.checkpoint import Position
-from boost.train.events import EvalMetrics, SampleEnd, StepMetrics, TrainEnd, TrainResult
+from boost.train.events import EvalMetrics, SampleEnd, StepMetrics, TrainResult
 from boost.train.metrics import KINDS, MetricsHook, RunEnd, read_metrics, truncate_metrics
 from boost.train.rundir import RunDirectory
 
@@ -44,8 +44,8 @@ def opened(run: RunDirectory, config: Config, *arguments: Any, **options: Any) -
     hook.teardown(None)
 
 
-def end(step: int) -> TrainEnd:
-    return TrainEnd(TrainResult(Position(step, 0), None, None))
+def end(step: int) -> TrainResult:
+    return TrainResult(Position(step, 0), None, None)
 
 
 def write(path: Path, steps: list[StepMetrics], done: int = 0) -> RunDirectory:

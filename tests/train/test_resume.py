@@ -14,7 +14,7 @@ from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import changes, require_nothing_lost, resume_candidates, resume_warnings
 from boost.train.run import check_before_start
 from boost.train.rundir import RunDirectory
-from tests.train.runs import fitted, make_config, make_trainer
+from tests.train.runs import fitted, make_config, make_trainer, started
 
 
 def trained(config: Config) -> RunDirectory:
@@ -95,9 +95,7 @@ def test_lines_of_garbage_do_not_block_a_resume(store: Path, tmp_path: Path) -> 
     run = trained(config)
     lines = run.metrics.read_bytes().splitlines(keepends=True)
     run.metrics.write_bytes(b"".join([*lines[:2], *garbage, *lines[2:]]))
-    again = make_trainer(config, MetricsHook())
-    again.start(candidates(run))
-    again.fit()
+    fitted(config, MetricsHook(), resume="auto")
     assert [line["step"] for line in read_metrics(run.metrics) if line["kind"] == "step"] == list(range(1, 7))
     assert (run.path / "metrics.jsonl.damaged").read_bytes() == b"".join(garbage)
 
@@ -128,10 +126,9 @@ def test_a_mixture_resumes_to_the_bit_and_refuses_other_weights(mixture: dict[st
     run = trained(make_config(mixture, tmp_path / "run", train=sizes))
     whole = numbers(run)
     assert [set(losses) for kind, *_, losses in whole if kind == "eval"] == [{"store", "other"}] * 2
-    again = make_trainer(make_config(dict(reversed(mixture.items())), tmp_path / "run", train=sizes), MetricsHook())
-    again.start([ckpt.checkpoint_path(run.checkpoints, 2)])
+    config = make_config(dict(reversed(mixture.items())), tmp_path / "run", train=sizes)
+    again = fitted(config, MetricsHook(), resume=str(run.checkpoints / "step-00000002"))
     assert again.warnings == []
-    again.fit()
     assert numbers(run) == whole
     refused: list[tuple[Any, str]] = [
         (dict.fromkeys(mixture, 1.0), "data.mixture = .*1.0.*was trained with the weights .*0.7"),
@@ -139,4 +136,4 @@ def test_a_mixture_resumes_to_the_bit_and_refuses_other_weights(mixture: dict[st
     ]
     for other, words in refused:
         with pytest.raises((ConfigError, CheckpointError), match=words):
-            make_trainer(make_config(other, tmp_path / "run", train=sizes)).start(candidates(run))
+            started(make_config(other, tmp_path / "run", train=sizes), resume="auto")

@@ -4,8 +4,10 @@ import json
 import multiprocessing
 import os
 import signal
-import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,23 +16,29 @@ from boost.train import run_lock
 from boost.train.run_lock import LOCK_FILE, RunLock, require_unlocked
 
 
-def hold(folder: Path, ready: "multiprocessing.synchronize.Event") -> None:  # type: ignore[name-defined]
-    with RunLock(folder, beat_s=0.05):
-        ready.set()
-        time.sleep(600)
+def own_until_told(folder: Path, answers: Connection) -> None:
+    with RunLock(folder, beat_s=0.05) as lock:
+        answers.send("owner")
+        answers.recv()
+        try:
+            lock.require_not_taken()
+            lock.require_held()
+            answers.send("still the owner")
+        except LostRunError as error:
+            answers.send(str(error))
 
 
 @pytest.fixture
-def owner(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """A process that holds the lock."""
+def owner(tmp_path: Path) -> Iterator[Any]:
+    """A process that holds the lock until it gets a message over its `connection`."""
     context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    process = context.Process(target=hold, args=(tmp_path, ready))
+    ours, theirs = context.Pipe()
+    process: Any = context.Process(target=own_until_told, args=(tmp_path, theirs))
     process.start()
-    assert ready.wait(300)
+    process.connection = ours
+    assert ours.poll(300) and ours.recv() == "owner"
     yield process
-    if process.is_alive():
-        process.kill()
+    process.kill()
     process.join()
 
 
@@ -42,14 +50,14 @@ def elsewhere(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_second_run_is_refused_and_told_who_is_there(owner, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_second_run_is_refused_and_told_who_is_there(owner: Any, tmp_path: Path) -> None:
     for refuse in (lambda: RunLock(tmp_path).__enter__(), lambda: require_unlocked(tmp_path)):
         with pytest.raises(ConfigError, match=f"is in use by process {owner.pid} on .*choose another --run.dir"):
             refuse()
 
 
 @pytest.mark.slow
-def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner: Any, tmp_path: Path) -> None:
     os.kill(owner.pid, signal.SIGKILL)
     owner.join()
     require_unlocked(tmp_path)
@@ -59,7 +67,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_owner_on_another_host_is_alive_while_it_touches_the_lock(owner, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_owner_on_another_host_is_alive_while_it_touches_the_lock(owner: Any, tmp_path: Path) -> None:
     elsewhere(tmp_path)
     with pytest.raises(ConfigError, match="on another-host"), RunLock(tmp_path, beat_s=0.1, stale_s=1e9):
         pass
@@ -171,36 +179,17 @@ def test_the_next_main_process_of_a_run_takes_its_lock_over(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-def own_until_told(folder: Path, answers: "multiprocessing.connection.Connection") -> None:  # type: ignore[name-defined]
-    with RunLock(folder, beat_s=0.05, stale_s=0.3) as lock:
-        answers.send("owner")
-        answers.recv()
-        try:
-            lock.require_not_taken()
-            lock.require_held()
-            answers.send("still the owner")
-        except LostRunError as error:
-            answers.send(str(error))
-
-
 @pytest.mark.slow
-def test_an_owner_that_was_stopped_too_long_does_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=own_until_told, args=(tmp_path, theirs))
-    process.start()
-    try:
-        assert ours.poll(300) and ours.recv() == "owner"
-        os.kill(process.pid, signal.SIGSTOP)  # type: ignore[arg-type]
-        monkeypatch.setattr(run_lock.platform, "node", lambda: "a-second-host")
-        with RunLock(tmp_path, beat_s=0.05, stale_s=0.3) as second:
-            os.kill(process.pid, signal.SIGCONT)  # type: ignore[arg-type]
-            ours.send("write")
-            assert ours.poll(300)
-            assert f"now belongs to process {os.getpid()} on a-second-host" in ours.recv()
-            second.require_held()
-            process.join(300)
-            second.require_held()
-    finally:
-        process.kill()
-        process.join()
+def test_an_owner_that_was_stopped_too_long_does_not_write(
+    owner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.kill(owner.pid, signal.SIGSTOP)
+    monkeypatch.setattr(run_lock.platform, "node", lambda: "a-second-host")
+    with RunLock(tmp_path, beat_s=0.05, stale_s=0.3) as second:
+        os.kill(owner.pid, signal.SIGCONT)
+        owner.connection.send("write")
+        assert owner.connection.poll(300)
+        assert f"now belongs to process {os.getpid()} on a-second-host" in owner.connection.recv()
+        second.require_held()
+        owner.join(300)
+        second.require_held()

@@ -1,7 +1,7 @@
 """Slices of a checkpoint's tensors on any mesh: the rectangles of the weights and moments that this process holds and writes.
 
 With any mesh and layout, tensors have the names and global shapes of the model's parameters, and each slice has its offsets
-within a tensor. A save writes each slice once (`SaveShare`). A load asks for the slices on its own mesh, and copies them from all
+within a tensor. A save writes each slice once (`assign`). A load asks for the slices on its own mesh, and copies them from all
 files that hold parts of them (load.py). RNG states are separate tensors for each process.
 
 DTensor describes equal shards along dimensions. That is not always enough: equal shards of a fused tensor are unequal shards of its
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from boost.errors import DamagedCheckpointError
 from boost.models.fused import fused_params
-from boost.optim.adamw import Optimizer, Part
+from boost.optim.adamw import Part
 from boost.parallel.mesh import Mesh
-from boost.train.agreement import run_on_all
 from boost.train.model import Model
 
 Key = tuple[str, tuple[int, ...]]
@@ -72,27 +71,9 @@ def restore_random_states(states: Iterable[LocalSlice], path: Path) -> None:
             raise DamagedCheckpointError(f"'{path}' has a random state, {state.name}, that is none: {error}") from None
 
 
-class SaveShare:
-    """The slices that this process writes. Replicas hold the same slices, but each slice has one writer, and all processes
-    write about the same amount. Stays valid until the optimizer state is resharded. The constructor is collective."""
-
-    def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
-        self._model, self._optimizer, self._mesh = model, optimizer, mesh
-        self.division = optimizer.division
-        held = {(s.name, s.offsets): s.local.nbytes for s in local_slices(model, mesh, optimizer.parts())}
-        self._keys = _assign(run_on_all(mesh, lambda: held))[mesh.rank]
-
-    def slices(self) -> list[LocalSlice]:
-        """Views of the current weights and moments, and this process's RNG states."""
-        held = local_slices(self._model, self._mesh, self._optimizer.parts())
-        own = [s for s in held if (s.name, s.offsets) in self._keys]
-        own += random_states(self._mesh)
-        # Wider dtypes first, so that every tensor in a file is aligned.
-        return sorted(own, key=lambda s: (-s.local.element_size(), s.name, s.offsets))
-
-
-def _assign(by_rank: list[dict[Key, int]]) -> list[set[Key]]:
-    """Assigns each slice to the least loaded process that holds it. Returns the slices for each process."""
+def assign(by_rank: list[dict[Key, int]]) -> list[set[Key]]:
+    """Assigns each slice to the least loaded process that holds it, given the bytes of those that each process holds. Returns the
+    slices that each process writes."""
     holders: dict[Key, list[int]] = {}
     for rank, held in enumerate(by_rank):
         for key in held:

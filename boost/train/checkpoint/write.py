@@ -52,7 +52,7 @@ from boost.train.checkpoint.commit import (
     sync,
     write_synced,
 )
-from boost.train.checkpoint.reshard import LocalSlice, SaveShare
+from boost.train.checkpoint.reshard import Key, LocalSlice, assign, local_slices, random_states
 from boost.train.checkpoint.verify import NEXT_SAMPLE, OFFSETS, SHARDING, STEP, CheckpointState, Position
 from boost.train.heartbeat import background_save
 from boost.train.model import Model
@@ -148,7 +148,8 @@ class CheckpointSaver:
         called on the main process before it creates or publishes a folder in the given one; raises LostRunError if it must not."""
         self._model, self._optimizer, self._mesh, self._guard = model, optimizer, mesh, guard
         self._config, self._tokenizer, self._data = config, tokenizer, data
-        self._share: SaveShare | None = None
+        self._own: tuple[object, set[Key]] | None = None
+        """A division of the optimizer's state, and the slices that this process writes under it."""
         self._buffer = HostBuffer()
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -180,18 +181,18 @@ class CheckpointSaver:
             data=self._data,
             config=self._config.model_dump(),
         )
-        slices = self._current_share().slices()
+        slices = self._slices()
         return Snapshot(state, self._tokenizer, buffer.copy(slices) if buffer else slices)
 
     def prepare(self) -> None:
         """Allocates the buffer and the process group in advance, so that the first background save does not stall training."""
-        share = self._current_share()
+        slices = self._slices()
         if self._mesh.background is not None:
             self._group = self._mesh.background.group
         elif self._group is None and self._mesh.size > 1:
             timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._buffer.reserve(share.slices())
+        self._buffer.reserve(slices)
 
     def start(self, folder: Path, position: Position) -> None:
         """Copies weights, optimizer state and RNG states, and writes them in the background."""
@@ -263,7 +264,7 @@ class CheckpointSaver:
     def abandon(self) -> int | None:
         """Abandons the save in flight because the replicas change. Returns its step; None if no save was in flight."""
         step, thread = self.in_flight, self._thread
-        self._thread = self._share = self._group = None
+        self._thread = self._own = self._group = None
         if thread is not None:
             thread.join(ABANDON_S)
             self._buffer = HostBuffer()  # the thread may still read the old one
@@ -278,10 +279,17 @@ class CheckpointSaver:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def _current_share(self) -> SaveShare:
-        if self._share is None or self._share.division != self._optimizer.division:
-            self._share = SaveShare(self._model, self._optimizer, self._mesh)
-        return self._share
+    def _slices(self) -> list[LocalSlice]:
+        """Views of the weights and moments that this process writes, and its RNG states. Replicas hold the same slices, but each
+        has one writer. Collective if the optimizer state was resharded."""
+        mesh, division = self._mesh, self._optimizer.division
+        held = local_slices(self._model, mesh, self._optimizer.parts())
+        if self._own is None or self._own[0] != division:
+            sizes = {(s.name, s.offsets): s.local.nbytes for s in held}
+            self._own = division, assign(run_on_all(mesh, lambda: sizes))[mesh.rank]
+        own = [s for s in held if (s.name, s.offsets) in self._own[1]]
+        # Wider dtypes first, so that every tensor in a file is aligned.
+        return sorted([*own, *random_states(mesh)], key=lambda s: (-s.local.element_size(), s.name, s.offsets))
 
 
 def write_snapshot(
