@@ -111,7 +111,7 @@ def test_parts_have_their_own_documents(form: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("lengths", [(24,), (12, 12), (3, 6, 15), (5, 6, 8, 5), (1, 1, 22), (12, 1, 11)], ids=str)
 def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "varlen":
-        monkeypatch.setattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn", reference_varlen)
+        monkeypatch.setattr(importlib.import_module("torch.nn.attention.varlen"), "varlen_attn", reference_varlen)
     monkeypatch.setattr(documents, "document_form", lambda *_: form)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     whole = make_context(1, torch.arange(LENGTH), MODEL, torch.float64, ids)
