@@ -255,10 +255,6 @@ class Recovery:
 
     # Rejoining replicas.
 
-    @property
-    def is_short(self) -> bool:
-        return len(self.decision.members) * self.replica.size < self.slots
-
     def has_waiting(self) -> bool:
         return self._coordinator.has_waiting(self.decision)
 
