@@ -30,7 +30,7 @@ from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, 
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.elastic.optimizer import divided, transfer_state
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
-from boost.parallel.mesh import T, share
+from boost.parallel.mesh import T
 from boost.text import JsonObject
 from boost.train.agreement import PeersLostError, difference
 from boost.train.best_effort import best_effort
@@ -165,25 +165,16 @@ class Recovery:
     def _complete(self, result: object) -> None:
         self.operation, self._last, self.held, self.repeats = self.operation + 1, result, [], False
 
-    def own_share(self, micro_batches: int) -> list[int]:
-        """This process's micro-batches in the step that it is about to start.
+    def assigned(self, micro_batches: int) -> list[int]:
+        """This process's micro-batches in the current step, in addition to those that it already holds.
 
-        Differs from the usual share if a replica was lost while other processes were already in this step, because they
-        keep the micro-batches that they hold."""
-        dp, decision = self.mesh.dp, self.decision
-        if self.operation == decision.operation and any(decision.held.values()):
-            return self._assigned(micro_batches)
-        return list(share(micro_batches, dp.rank, dp.size))
-
-    def remaining(self, micro_batches: int) -> list[int]:
-        """Lost replicas' micro-batches that this process still has to compute in the current step."""
-        return self._assigned(micro_batches) if self.repeats else []
-
-    def _assigned(self, micro_batches: int) -> list[int]:
-        held = [self.decision.held.get(member.incarnation, ()) for member in self.decision.members]
-        place = self.decision.place(self.member)
+        They are not the usual share if a replica was lost in this step, because the members keep the micro-batches that they
+        hold."""
+        decision = self.decision
+        known = decision.held if self.operation == decision.operation else {}
+        place = decision.place(self.member)
         assert place is not None, "a process only trains as a member"
-        return deal(micro_batches, held)[place]
+        return deal(micro_batches, [known.get(member.incarnation, ()) for member in decision.members])[place]
 
     def _recover(self) -> object:
         """Joins the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""

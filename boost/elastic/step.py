@@ -91,7 +91,7 @@ class RecoverableStepper(Stepper):
     def batch(self, position: Position) -> StepData:
         """This process's share of the step's data."""
         data, dp = super().batch(position), self.mesh.dp
-        own = self._recovery.held = self._recovery.own_share(self.micro_batches)
+        own = self._recovery.held = self._recovery.assigned(self.micro_batches)
         is_usual = own == list(share(self.micro_batches, dp.rank, dp.size))
         return data if is_usual else self.prefetcher.read(position.step + position.skipped, own)
 
@@ -115,7 +115,7 @@ class RecoverableStepper(Stepper):
             nonlocal loss, targets
             if self._recovery.repeats:
                 restore_local(self.reducer)
-            if more := self._recovery.remaining(self.micro_batches):
+            if self._recovery.repeats and (more := self._recovery.assigned(self.micro_batches)):
                 data = self.prefetcher.read(passes.position.step + passes.position.skipped, more)
                 loss, targets = loss + self._more_passes(data.batches), targets + data.targets
                 self._recovery.held += more
