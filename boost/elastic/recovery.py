@@ -81,6 +81,8 @@ class Recovery:
         self.slot, self.slots = number * replica_size(parallel) + process, parallel.world_size
         self.operation = 0
         self._last: object = None
+        self.micro_batches = config.train.global_batch // config.train.micro_batch
+        """Micro-batches in a step, on all processes."""
         self.held: list[int] = []
         """Micro-batches in the current step whose gradients this process holds."""
         self.repeats = False
@@ -139,12 +141,12 @@ class Recovery:
         self._depth += 1
         try:
             while True:
-                failed: BoostError | None = None
+                outcome: T | BoostError
                 try:
                     try:
-                        result = attempt()
+                        outcome = attempt()
                     except BoostError as error:
-                        failed = error
+                        outcome = error
                     if self.mesh.device.type == "cuda" and self.membership.over.is_set():
                         raise PeersLostError("the membership ended: the output of an aborted kernel is invalid")
                 except PeersLostError as lost:
@@ -154,18 +156,17 @@ class Recovery:
                         continue
                     self._complete(of_others)
                     return cast(T, decode(of_others))
-                if failed is not None:
-                    self._complete(encode(failed))
-                    raise failed
-                self._complete(encode(result))
-                return result
+                self._complete(encode(outcome))
+                if isinstance(outcome, BoostError):
+                    raise outcome
+                return outcome
         finally:
             self._depth -= 1
 
     def _complete(self, result: object) -> None:
         self.operation, self._last, self.held, self.repeats = self.operation + 1, result, [], False
 
-    def assigned(self, micro_batches: int) -> list[int]:
+    def assigned(self) -> list[int]:
         """This process's micro-batches in the current step, in addition to those that it already holds.
 
         They are not the usual share if a replica was lost in this step, because the members keep the micro-batches that they
@@ -174,7 +175,7 @@ class Recovery:
         known = decision.held if self.operation == decision.operation else {}
         place = decision.place(self.member)
         assert place is not None, "a process only trains as a member"
-        return deal(micro_batches, [known.get(member.incarnation, ()) for member in decision.members])[place]
+        return deal(self.micro_batches, [known.get(member.incarnation, ()) for member in decision.members])[place]
 
     def _recover(self) -> object:
         """Joins the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
