@@ -30,7 +30,7 @@ from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, 
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.elastic.optimizer import divided, transfer_state
 from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, TrainingError
-from boost.parallel.mesh import T, share
+from boost.parallel.mesh import T
 from boost.text import JsonObject
 from boost.train.agreement import PeersLostError, difference
 from boost.train.best_effort import best_effort
@@ -81,6 +81,8 @@ class Recovery:
         self.slot, self.slots = number * replica_size(parallel) + process, parallel.world_size
         self.operation = 0
         self._last: object = None
+        self.micro_batches = config.train.global_batch // config.train.micro_batch
+        """Micro-batches in a step, on all processes."""
         self.held: list[int] = []
         """Micro-batches in the current step whose gradients this process holds."""
         self.repeats = False
@@ -139,12 +141,12 @@ class Recovery:
         self._depth += 1
         try:
             while True:
-                failed: BoostError | None = None
+                outcome: T | BoostError
                 try:
                     try:
-                        result = attempt()
+                        outcome = attempt()
                     except BoostError as error:
-                        failed = error
+                        outcome = error
                     if self.mesh.device.type == "cuda" and self.membership.over.is_set():
                         raise PeersLostError("the membership ended: the output of an aborted kernel is invalid")
                 except PeersLostError as lost:
@@ -154,36 +156,26 @@ class Recovery:
                         continue
                     self._complete(of_others)
                     return cast(T, decode(of_others))
-                if failed is not None:
-                    self._complete(encode(failed))
-                    raise failed
-                self._complete(encode(result))
-                return result
+                self._complete(encode(outcome))
+                if isinstance(outcome, BoostError):
+                    raise outcome
+                return outcome
         finally:
             self._depth -= 1
 
     def _complete(self, result: object) -> None:
         self.operation, self._last, self.held, self.repeats = self.operation + 1, result, [], False
 
-    def own_share(self, micro_batches: int) -> list[int]:
-        """This process's micro-batches in the step that it is about to start.
+    def assigned(self) -> list[int]:
+        """This process's micro-batches in the current step, in addition to those that it already holds.
 
-        Differs from the usual share if a replica was lost while other processes were already in this step, because they
-        keep the micro-batches that they hold."""
-        dp, decision = self.mesh.dp, self.decision
-        if self.operation == decision.operation and any(decision.held.values()):
-            return self._assigned(micro_batches)
-        return list(share(micro_batches, dp.rank, dp.size))
-
-    def remaining(self, micro_batches: int) -> list[int]:
-        """Lost replicas' micro-batches that this process still has to compute in the current step."""
-        return self._assigned(micro_batches) if self.repeats else []
-
-    def _assigned(self, micro_batches: int) -> list[int]:
-        held = [self.decision.held.get(member.incarnation, ()) for member in self.decision.members]
-        place = self.decision.place(self.member)
+        They are not the usual share if a replica was lost in this step, because the members keep the micro-batches that they
+        hold."""
+        decision = self.decision
+        known = decision.held if self.operation == decision.operation else {}
+        place = decision.place(self.member)
         assert place is not None, "a process only trains as a member"
-        return deal(micro_batches, held)[place]
+        return deal(self.micro_batches, [known.get(member.incarnation, ()) for member in decision.members])[place]
 
     def _recover(self) -> object:
         """Joins the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
@@ -254,10 +246,6 @@ class Recovery:
         apply_timeout()
 
     # Rejoining replicas.
-
-    @property
-    def is_short(self) -> bool:
-        return len(self.decision.members) * self.replica.size < self.slots
 
     def has_waiting(self) -> bool:
         return self._coordinator.has_waiting(self.decision)

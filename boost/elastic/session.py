@@ -46,7 +46,8 @@ class ElasticSession(Session):
     def _wait_for_newcomer(self) -> None:
         """Returns once a lost replica asks to rejoin, immediately if none is missing, and after at most WAIT_S seconds."""
         until = time.monotonic() + WAIT_S
-        while self.recovery.is_short and not self.recovery.has_waiting() and time.monotonic() < until:
+        recovery, dp = self.recovery, self.config.parallel.dp
+        while len(recovery.decision.members) < dp and not recovery.has_waiting() and time.monotonic() < until:
             time.sleep(0.02)
 
     def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> Trainer:

@@ -84,15 +84,11 @@ class RecoverableStepper(Stepper):
         self._timed: tuple[Moment, Moment, int] = (0.0, 0.0, 0)
         """Start and end of the step's passes, and the number of micro-batches between them."""
 
-    @property
-    def micro_batches(self) -> int:
-        return self.config.train.global_batch // self.config.train.micro_batch
-
     def batch(self, position: Position) -> StepData:
         """This process's share of the step's data."""
         data, dp = super().batch(position), self.mesh.dp
-        own = self._recovery.held = self._recovery.own_share(self.micro_batches)
-        is_usual = own == list(share(self.micro_batches, dp.rank, dp.size))
+        own = self._recovery.held = self._recovery.assigned()
+        is_usual = own == list(share(self._recovery.micro_batches, dp.rank, dp.size))
         return data if is_usual else self.prefetcher.read(position.step + position.skipped, own)
 
     def _run_passes(self, batches: Sequence[HostBatch], micro_batches: int) -> Tensor:
@@ -115,7 +111,7 @@ class RecoverableStepper(Stepper):
             nonlocal loss, targets
             if self._recovery.repeats:
                 restore_local(self.reducer)
-            if more := self._recovery.remaining(self.micro_batches):
+            if self._recovery.repeats and (more := self._recovery.assigned()):
                 data = self.prefetcher.read(passes.position.step + passes.position.skipped, more)
                 loss, targets = loss + self._more_passes(data.batches), targets + data.targets
                 self._recovery.held += more

@@ -68,14 +68,6 @@ def out_of_memory(error: BaseException) -> str | None:
     return "out of memory" if isinstance(error, MemoryError) else None
 
 
-def memory_advice(micro_batch: int, recompute: str) -> str:
-    """Advice after an out-of-memory error, with the run's current values."""
-    return (
-        f"lower train.micro_batch (now {micro_batch}), recompute more with train.recompute (now {recompute!r}), or use "
-        "'boost plan' to find a mesh that fits"
-    )
-
-
 def first_sentence(error: BaseException) -> str:
     """The first sentence of an error message. gloo's messages start with a source location and end with advice."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split("\n")[0]

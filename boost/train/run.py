@@ -299,8 +299,10 @@ def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> Traini
     who = process_name(heartbeat.rank, heartbeat.size)
     where = f"{who}: " if heartbeat.size > 1 else ""
     if what := failures.out_of_memory(error):
-        advice = failures.memory_advice(config.train.micro_batch, config.train.recompute)
-        return TrainingError(f"{where}{what}; {advice}")
+        return TrainingError(
+            f"{where}{what}; lower train.micro_batch (now {config.train.micro_batch}), recompute more with train.recompute (now "
+            f"{config.train.recompute!r}), or use 'boost plan' to find a mesh that fits"
+        )
     if what := thread_limit(error):
         return TrainingError(f"{where}{what}")
     if not failures.is_lost_connection(error) and not failures.is_lost_connection(error.__cause__):

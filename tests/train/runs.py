@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from boost.config import Config
 from boost.config.architecture import IGNORED
@@ -132,6 +133,24 @@ class Warnings(Hook):
 
     def on_warning(self, trainer: Trainer, text: str) -> None:
         self.seen.append(text)
+
+
+class Scale(Hook):
+    """Multiplies the weights of the head before a step: the loss grows, but stays finite. Ends the run after step `kill_after`."""
+
+    def __init__(self, step: int, factor: float, kill_after: int = 0) -> None:
+        self.step, self.factor, self.kill_after = step, factor, kill_after
+        self.losses: list[float] = []
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        if event.step == self.step:
+            with torch.no_grad():
+                trainer.model.head.mul_(self.factor)
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        self.losses.append(event.metrics.loss)
+        if event.metrics.step == self.kill_after:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -91,12 +91,15 @@ def test_a_step_folder_without_a_manifest_is_named_and_never_overwritten(store: 
     fitted(config)
     run = tmp_path / "run/checkpoints"
     newest = run / "step-00000006"
-    (newest / "manifest.json").unlink()
+    for path in (newest, run / "step-00000004"):
+        (path / "manifest.json").unlink()
     before = {p.name: p.read_bytes() for p in (newest / "tensors").iterdir()}
     warnings = Warnings()
     trainer = started(config, warnings, resume="auto")
-    assert trainer.position.step == 4
-    assert len(trainer.warnings) == 1 and "step-00000006' is not complete: manifest.json" in trainer.warnings[0]
+    assert trainer.position.step == 2
+    older, last = trainer.warnings
+    assert "step-00000006' is not complete: manifest.json" in last, "the newest one that was saved"
+    assert "step-00000004' has no manifest.json, so it is incomplete and was skipped" in older
     trainer.fit()
     assert [w for w in warnings.seen if "instead of overwritten" in w and "incomplete-step-00000006" in w]
     aside = run / "incomplete-step-00000006" / "tensors"

@@ -3,6 +3,8 @@
 import errno
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch.distributed as dist
 
 from boost.cli.main import main
 from boost.errors import CheckpointError, HangError, TrainingError
-from boost.train.failures import failure_report, memory_advice, out_of_memory
+from boost.train import run
+from boost.train.failures import failure_report, out_of_memory
+from tests import toy
 from tests.train.commands import toml
 
 PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547]"
@@ -108,8 +112,10 @@ def test_memory_that_ran_out_is_one_line_with_its_size() -> None:
         report = failure_report(error, 1)
         assert (report.kind, report.exit_code) == ("boost", 3)
         assert report.message.startswith("process 2 (rank 1): out of ")
-    advice = memory_advice(8, "none")
-    assert all(word in advice for word in ("train.micro_batch (now 8)", "train.recompute (now 'none')", "'boost plan'"))
+    heartbeat: Any = SimpleNamespace(rank=0, size=2)
+    said = str(run._explained(gpu, toy.toy_config(train={"micro_batch": 2}), heartbeat))
+    assert said.startswith("process 1 of 2 (rank 0): out of GPU memory")
+    assert all(word in said for word in ("train.micro_batch (now 2)", "train.recompute (now 'none')", "'boost plan'"))
 
 
 class ChildOfCheckpointError(CheckpointError):

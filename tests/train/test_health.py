@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from boost.cli.checkpoint import inspect
 from boost.config import Config, load, presets
@@ -17,14 +16,14 @@ from boost.train import checkpoint as ckpt
 from boost.train import loop
 from boost.train.builtin_hooks import PeriodicCheckpoint
 from boost.train.checkpoint.commit import rotated
-from boost.train.events import Rollback, SaveEnd, StepEnd, StepMetrics, StepStart
+from boost.train.events import Rollback, SaveEnd, StepMetrics, StepStart
 from boost.train.health import MIN_HEALTHY, RECOVERED, SpikeDetector
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
 from tests.distributed import run_distributed
 from tests.train.commands import saved_steps
-from tests.train.runs import RATE, Warnings, fitted, make_config, make_trainer, started
+from tests.train.runs import RATE, Scale, Warnings, fitted, make_config, make_trainer, started
 
 VOCABULARY = 300
 
@@ -177,24 +176,6 @@ def test_a_checkpoint_in_trouble_is_marked_and_repeated_at_its_end(store: Path, 
     # 5 and 10 are marked; asked for after step 12, the step after it saves; the last step saves.
     assert saves.marks == {5: ("", DIVERGED_4), 10: ("", DIVERGED_4), 4 + RECOVERED + 1: ("", ""), 15: ("", "")}
     assert saved_steps(trainer.run.path) == [4 + RECOVERED + 1, 15]
-
-
-class Scale(Hook):
-    """Multiplies the weights of the head before a step: the loss grows, but stays below 1.5 ln(vocabulary)."""
-
-    def __init__(self, step: int, factor: float, kill_after: int = 0) -> None:
-        self.step, self.factor, self.kill_after = step, factor, kill_after
-        self.losses: list[float] = []
-
-    def before_step(self, trainer: Trainer, event: StepStart) -> None:
-        if event.step == self.step:
-            with torch.no_grad():
-                trainer.model.head.mul_(self.factor)
-
-    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        self.losses.append(event.metrics.loss)
-        if event.metrics.step == self.kill_after:
-            raise KeyboardInterrupt
 
 
 def run_until(config: Config, *hooks: Hook, resume: str | None = None) -> tuple[Trainer, Saves]:

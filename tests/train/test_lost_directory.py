@@ -14,8 +14,9 @@ from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock
+from tests.cli.commands import Capture, say
 from tests.distributed import run_distributed
-from tests.train.commands import Command, saved_steps
+from tests.train.commands import Command, saved_steps, training
 from tests.train.runs import Do, losses, make_config, make_trainer, started
 
 FAST = ("--train.save_every", "5", "--train.keep", "2", "--train.eval_every", "0")
@@ -163,21 +164,17 @@ def test_the_last_checkpoint_is_found_wherever_it_was_saved(
 
 
 @pytest.mark.slow
-def test_a_newest_checkpoint_that_was_deleted_is_missed(store: Path, tmp_path: Path) -> None:
-    with Command(tmp_path, store, *FAST, "--train.steps", "20") as command:
-        assert command.finish()[0] == 0
+def test_a_newest_checkpoint_that_was_deleted_is_missed(store: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = training(tmp_path, store, *FAST, "--parallel.tp", "1", "--train.steps", "20")[3:]
+    assert say(capsys, *words)[0] == 0
     run = tmp_path / "run"
     metrics = (run / "metrics.jsonl").read_bytes()
     newest = find_checkpoint(run)
     shutil.rmtree(newest)
-    with Command(tmp_path, store, *FAST, "--train.steps", "20", "--resume", "auto") as command:
-        code, _, err = command.finish()
+    code, _, err = say(capsys, *words, "--resume", "auto")
     older = run / "checkpoints/step-00000015"
     assert code == 2 and f"saved its newest checkpoint in '{newest}', but it is not there" in err, err
     assert f"'--resume {older}' resumes from the newest one found" in err
     assert (run / "metrics.jsonl").read_bytes() == metrics
-    with Command(tmp_path, store, *FAST, "--train.steps", "20", "--resume", str(older)) as command:
-        assert command.finish()[0] == 0
-    assert saved_steps(run) == [15, 20]
-    with Command(tmp_path, store, *FAST, "--train.steps", "20", "--resume", "auto") as command:
-        assert command.finish()[0] == 0, "nothing is missing any more"
+    assert say(capsys, *words, "--resume", older)[0] == 0 and saved_steps(run) == [15, 20]
+    assert say(capsys, *words, "--resume", "auto")[0] == 0, "nothing is missing any more"

@@ -5,21 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from boost.config import Config
 from boost.data.store import TokenStore
 from boost.errors import BoostError, ConfigError
 from boost.train.checkpoint import WeightReader, complete_checkpoints, open_checkpoint, step_of
-from boost.train.events import StepEnd, StepStart
-from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
 from boost.train.teacher import check_teacher, teacher_config
 from tests import toy
 from tests.cli.commands import say
 from tests.convert.toys import save
 from tests.distributed import run_distributed
-from tests.train.runs import Warnings, fitted, make_config
+from tests.train.runs import Scale, Warnings, fitted, make_config
 
 
 def student(**sections: Any) -> Config:
@@ -101,22 +98,6 @@ def test_a_teacher_needs_the_same_tokenizer(tmp_path: Path, dense: Path, store: 
         check_teacher(config, TokenStore.open(store))
 
 
-class Ruin(Warnings):
-    """Multiplies the weights of the model before a step; its loss stays finite."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step, self.losses = step, list[float]()
-
-    def before_step(self, trainer: Trainer, event: StepStart) -> None:
-        if event.step == self.step:
-            with torch.no_grad():
-                trainer.model.head.mul_(300)
-
-    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        self.losses.append(event.metrics.loss)
-
-
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_the_other_terms_of_a_distillation_are_no_divergence(tmp_path: Path, dense: Path, store: Path, tp: int) -> None:
     """With a weight of 100 for hidden states the loss is far above 1.5 ln(vocabulary) from the first step on. Ruined weights are
@@ -127,15 +108,15 @@ def test_the_other_terms_of_a_distillation_are_no_divergence(tmp_path: Path, den
 def distill_and_ruin(tmp_path: Path, dense: Path, store: Path, tp: int) -> None:
     distill = {"teacher": str(dense), "hidden": 100.0, "weight": 1.0}
     train = {"steps": 5, "save_every": 1, "keep": 9, "async_save": False}
-    hook = Ruin(4)
+    hook, warnings = Scale(4, 300.0), Warnings()
     model = {"family": "svd", "heads": 4, "kv_heads": 4}
     config = make_config(store, tmp_path / "run", tp, "float32", model=model, train=train, distill=distill)
-    trainer = fitted(config, hook)
+    trainer = fitted(config, hook, warnings)
     assert min(hook.losses) > 1.5 * math.log(300), hook.losses
     steps = [step_of(path) for path in complete_checkpoints(trainer.run.checkpoints)]
     assert steps == [1, 2, 3, 5], "before the ruin, and at the end"
-    found = [text for text in hook.seen if text.startswith("diverged at step ")]
-    assert len(found) == 1 and found[0].startswith("diverged at step 4: cross-entropy "), hook.seen
+    found = [text for text in warnings.seen if text.startswith("diverged at step ")]
+    assert len(found) == 1 and found[0].startswith("diverged at step 4: cross-entropy "), warnings.seen
 
 
 @pytest.mark.slow

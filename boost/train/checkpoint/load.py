@@ -166,12 +166,11 @@ def read_checkpoint(path: Path, read: Callable[[Checkpoint], Result], mesh: Mesh
     mesh = mesh or Mesh(torch.device("cpu"))
     left = ATTEMPTS
     while True:
-        found = run_on_main(mesh, lambda: find_checkpoint(path), BoostError)
-        is_there = functools.partial(_is_there, found, folder_identity(found))
+        found, identity = run_on_main(mesh, lambda: (now := find_checkpoint(path), folder_identity(now)), BoostError)
         try:
             return read(open_on_all(found, mesh))
         except (BoostError, OSError) as error:
-            if run_on_main(mesh, is_there):
+            if run_on_main(mesh, functools.partial(folder_identity, found)) == identity:
                 raise
             left -= 1
             if found == path or not left:
@@ -182,10 +181,6 @@ def read_checkpoint(path: Path, read: Callable[[Checkpoint], Result], mesh: Mesh
             log.warning(
                 "'%s' was rotated away by its run while it was read; reading the newest checkpoint instead", found
             )
-
-
-def _is_there(folder: Path, identity: tuple[int, int] | None) -> bool:
-    return folder_identity(folder) == identity
 
 
 def folder_identity(path: Path) -> tuple[int, int] | None:

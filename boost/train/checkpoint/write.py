@@ -100,14 +100,10 @@ class HostBuffer:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._unpin: Callable[[], object] = lambda: None
 
-    @property
-    def nbytes(self) -> int:
-        return self._buffer.nbytes
-
     def reserve(self, slices: list[LocalSlice]) -> None:
         """Allocates and touches the memory, so that allocation and page faults do not slow down saves."""
         total = sum(s.local.nbytes for s in slices)
-        if self.nbytes == total:
+        if self._buffer.nbytes == total:
             return
         self._unpin()
         self._buffer = torch.zeros(total, dtype=torch.uint8)
