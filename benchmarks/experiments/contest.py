@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.commands import LEAST_ROUNDS
-from benchmarks.experiments.results import Goal, MeasurementError
+from benchmarks.experiments.results import Goal, MeasurementError, Ratio
 from boost.measure.speed import Probe, synchronize
 from boost.parallel.mesh import Mesh
 from boost.train.progress import progress
@@ -75,15 +75,6 @@ class Spread:
     low: float
     high: float
     rounds: int
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Ratio of two contenders, with its bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 def largest(number: float, mesh: Mesh) -> float:
@@ -259,7 +250,8 @@ def in_words(found: Ratio) -> str:
 
 def at_least(what: str, least: float, where: str, found: Ratio, note: str = "") -> Goal:
     """The goal that a ratio is at least `least`, at the lower end of its interval. `note`: added to the ratio."""
-    return Goal(what, f">= {least:g}x", where, f"{in_words(found)} x{note}", found.low >= least)
+    shown, met = f"{in_words(found)} x{note}", found.low >= least
+    return Goal(what, f">= {least:g}x", where, shown, met, ratio=found, least=least)
 
 
 def verdict_words(found: Ratio) -> str:

@@ -1,6 +1,5 @@
 """The project's speed and memory goals in order, whether results meet them, and the rows of the report's table of goals."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +61,6 @@ def missing(target: Target) -> str:
     return f"No result of `python -m benchmarks {target.experiment}`{needs}."
 
 
-INTERVAL = re.compile(r"(?P<value>\d[\d.]*) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
-"""A ratio with its interval, as formatted by `contest.in_words`."""
-
 NO_DIFFERENCE = "no difference shown"
 """Verdict if a ratio that should be at least 1 has an interval that contains 1."""
 
@@ -98,20 +94,17 @@ def goal_rows(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> list[dict[str,
 
 
 def shows_no_difference(goal: Goal) -> bool:
-    """Whether a result compares two contenders and all of its intervals contain 1."""
-    compared = re.search(r"\d ?x?$|\bslower$", goal.figure.strip()) is not None and " against " in goal.what
-    intervals = [(float(found["low"]), float(found["high"])) for found in INTERVAL.finditer(goal.found)]
-    return compared and bool(intervals) and all(low <= 1 <= high for low, high in intervals)
+    """Whether a result is a ratio whose interval contains 1."""
+    return goal.ratio is not None and goal.ratio.low <= 1 <= goal.ratio.high
 
 
 def verdict(goal: Goal) -> str:
-    """The verdict on one result. It is NO_DIFFERENCE if a goal of at least 1 is missed but the intervals contain 1."""
+    """The verdict on one result. It is NO_DIFFERENCE if a goal of at least 1 is missed but the interval contains 1."""
     if goal.met is None:
         return "not measured"
     if goal.met:
         return "met"
-    of_one = "never slower" in goal.figure or re.search(r">= 1(\.0+)?x?$", goal.figure.strip()) is not None
-    return NO_DIFFERENCE if of_one and shows_no_difference(goal) else "not met"
+    return NO_DIFFERENCE if goal.least == 1 and shows_no_difference(goal) else "not met"
 
 
 def _shown_status(target: Target, goals: Sequence[Goal]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.experiments import colors, record
 from benchmarks.experiments.contest import Spread, pooled, spread
-from benchmarks.experiments.goals import INTERVAL
 from benchmarks.experiments.results import Facts, Goal, machine
 from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON_SP, PUBLISHED, VANILLA
 from benchmarks.experiments.wire_plan import faster, groups_of
@@ -81,13 +80,12 @@ def _goal(results: Sequence[tuple[Facts, Sequence[Goal]]], what: str) -> tuple[F
 
 def _ratio(results: Sequence[tuple[Facts, Sequence[Goal]]], name: str, words: str, conditions: str) -> Headline:
     found = _goal(results, name)
-    parts = INTERVAL.search(found[1].found) if found else None
-    if found is None or parts is None:
+    if found is None or (ratio := found[1].ratio) is None:
         return Headline(NOT_MEASURED, "", words, "", "", "wire")
-    shown = f"{parts['low']} to {parts['high']}"
+    shown = f"{ratio.low:.2f} to {ratio.high:.2f}"
     form = re.search(r"\(([^()]*[a-z][^()]*)\)$", found[1].found)
     where = f"{form[1].replace(', halves', ', overlapped')}; {conditions}" if form else conditions
-    return Headline(f"{parts['value']}x", shown, words, where, found[1].kind, found[0]["experiment"])
+    return Headline(f"{ratio.value:.2f}x", shown, words, where, found[1].kind, found[0]["experiment"])
 
 
 def _bytes(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:

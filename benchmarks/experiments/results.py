@@ -53,6 +53,15 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """Ratio of two contenders, with its bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Goal:
     """A goal of the project, and its result."""
 
@@ -68,6 +77,10 @@ class Goal:
     kind: Literal["measured", "counted", "modeled"] = "measured"
     remark: str = ""
     """The bottleneck if the goal is not met, or why it could not be measured."""
+    ratio: Ratio | None = None
+    """The result, if it is the ratio of two contenders."""
+    least: float = 0.0
+    """Minimum of `ratio`."""
 
 
 Facts = dict[str, Any]

@@ -87,7 +87,8 @@ def _never_slower(groups: Sequence[Facts]) -> Goal:
     value, worst = min(found, key=lambda each: each[0].value)
     met = all(each.low >= 1 for each, _ in found)
     where = f"worst of {len(groups)} groups: {worst['name']}; {shape_of(worst)}"
-    return Goal("btp-sp against btp, time", "never slower", where, f"{in_words(value)} x", met)
+    shown = f"{in_words(value)} x"
+    return Goal("btp-sp against btp, time", "never slower", where, shown, met, ratio=value, least=1.0)
 
 
 def best(group: Facts) -> str:

@@ -147,6 +147,8 @@ def test_no_tp_is_explained(capsys: Capture) -> None:
     words = "--model cola-1b --gpus 2 --gpu a100-80g --global-batch 8 --parallel.layout btp"
     found = facts(capsys, *words.split())
     assert any(note.startswith("No TP: parallel.tp = 2 must divide model.ffn_dim = 5461") for note in found["notes"])
+    one = facts(capsys, *SMALL[:3], "1", *SMALL[4:])
+    assert not any(note.startswith("No TP") for note in one["notes"]), "one GPU has no TP to explain"
 
 
 @pytest.mark.slow

@@ -1,61 +1,13 @@
-"""Sequences sharded over the context axis match one process, under every layout, with heads exchanged or keys gathered."""
+"""Sequences sharded over the context axis, together with several other options. Every pair of options is in test_options.py."""
 
 from typing import Any
 
 import pytest
 
-from boost.config import Config
-from boost.config.attention import crosses_as_heads
 from boost.errors import ConfigError
 from tests import toy
-from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, config_of, each_value, family_of, first, ids, pairwise
+from tests.matrices import Row, first
 from tests.trained import compare, require_one_process
-
-SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 8), (1, 4, 1), (2, 2, 8), (2, 2, 1))
-"""(TP, CP, key/value heads) with 8 heads: some exchange heads, some gather keys."""
-
-
-def is_legal(row: Row) -> bool:
-    if row["sizes"][0] == 1 and row["layout"] not in (LAYOUTS[0], LAYOUTS[-1]):
-        return False  # without TP all layouts are the same
-    if row["recompute"] == "low-rank-sharded":
-        return row["layout"]["layout"] == "btp-sp"
-    dense = family_of(row["layout"]) == "dense"
-    return row["recompute"] not in LOCAL if dense else row["recompute"] != "full-block" or row["overlap"] == "none"
-
-
-ROWS = pairwise(
-    {
-        "sizes": SIZES,
-        "layout": LAYOUTS,
-        "grouping": GROUPING,
-        "recompute": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
-        "overlap": ("none", "halves"),
-        "micro_batch": (1, 2),
-        "documents": (False, True),
-    },
-    is_legal,
-)
-
-
-def configured(row: Row) -> Config:
-    tp, cp, kv_heads = row["sizes"]
-    parallel = {**row["layout"], "grouping": row["grouping"], "overlap": row["overlap"], "cp": cp}
-    model = {"family": family_of(row["layout"]), "kv_heads": kv_heads, "layers": 1}
-    train = {"recompute": row["recompute"], "micro_batch": row["micro_batch"], "global_batch": 2, "seq_len": 32}
-    return config_of(model, parallel, tp, "float64", train=train, data={"isolate_documents": row["documents"]})
-
-
-@pytest.mark.parametrize("row", each_value(ROWS, ids([(row,) for row in ROWS])))
-@pytest.mark.slow
-def test_a_shared_sequence_is_the_function_of_one_process(row: Row) -> None:
-    require_one_process(configured(row))
-
-
-def test_rows_cover_heads_and_gathered_keys() -> None:
-    ways = {crosses_as_heads(config.model, config.parallel) for config in map(configured, ROWS)}
-    assert ways == {True, False}
-
 
 COMPOSED: list[dict[str, Any]] = [
     {"parallel": {"cp": 2, "dp": 2, "shard": "full"}},

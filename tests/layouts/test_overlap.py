@@ -1,5 +1,5 @@
 """Two interleaved halves of a micro-batch: twice as many collectives, and work between start and wait. That they are the same
-function is in test_heads.py."""
+function is in test_options.py."""
 
 from collections.abc import Iterator
 from typing import Any

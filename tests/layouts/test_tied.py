@@ -1,5 +1,5 @@
 """A table that is both embedding and head: one process against an ordinary module with two uses of one weight, the copies of two
-stages, generation, and memory. Layouts, meshes and shardings are in test_heads.py."""
+stages, generation, and memory. Layouts, meshes and shardings are in test_options.py."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.experiments.goals import NO_DIFFERENCE, TARGETS, goal_rows, status, target_of, verdict
-from benchmarks.experiments.results import Goal, MeasurementError
+from benchmarks.experiments.results import Goal, MeasurementError, Ratio
 
 FOUND = Goal("btp-sp against btp, bytes", "0.50x", "here", "0.50x", True, "counted")
 
@@ -31,24 +31,22 @@ def test_only_measurements_decide_and_all_of_them() -> None:
 NAME = "btp-sp against btp, time"
 
 
-def goal(found: str, met: bool | None, figure: str = "never slower", what: str = NAME) -> Goal:
-    return Goal(what, figure, "here", found, met)
+def goal(low: float, high: float, met: bool | None, least: float = 1.0) -> Goal:
+    return Goal(NAME, "", "here", "", met, ratio=Ratio((low + high) / 2, low, high), least=least)
 
 
 @pytest.mark.parametrize(
-    ("found", "met", "figure", "expected"),
+    ("numbers", "expected"),
     [
-        ("1.02 (0.96 to 1.16) x", False, "never slower", NO_DIFFERENCE),
-        ("1.02 (0.96 to 1.16) x", False, ">= 1.0x", NO_DIFFERENCE),
-        ("0.90 (0.86 to 0.96) x", False, "never slower", "not met"),
-        ("1.02 (0.98 to 1.04) x", False, ">= 1.5x", "not met"),
-        ("1.10 (1.02 to 1.16) x", True, "never slower", "met"),
-        ("1.02 (0.98 to 1.04), 1.20 (1.10 to 1.30)", False, ">= 1.0x", "not met"),
-        ("", None, "never slower", "not measured"),
+        ((0.96, 1.16, False), NO_DIFFERENCE),
+        ((0.86, 0.96, False), "not met"),
+        ((0.98, 1.04, False, 1.5), "not met"),
+        ((1.02, 1.16, True), "met"),
+        ((0.98, 1.04, None), "not measured"),
     ],
 )
-def test_an_interval_that_holds_one_is_no_difference(found: str, met: bool | None, figure: str, expected: str) -> None:
-    assert verdict(goal(found, met, figure)) == expected
+def test_an_interval_that_holds_one_is_no_difference(numbers: tuple[Any, ...], expected: str) -> None:
+    assert verdict(goal(*numbers)) == expected
 
 
 def row(*goals: Goal) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def row(*goals: Goal) -> dict[str, Any]:
 
 
 def test_one_result_that_is_worse_decides() -> None:
-    even, worse = goal("1.02 (0.96 to 1.16) x", False), goal("0.90 (0.86 to 0.96) x", False)
+    even, worse = goal(0.96, 1.16, False), goal(0.86, 0.96, False)
     assert row(even)["status"] == NO_DIFFERENCE and row(even, worse)["status"] == "not met"
     assert row()["status"] == "not measured" and row()["found"] == []
     assert row(even)["found"][0]["machine"] == "Slow CPU, 2 cores"

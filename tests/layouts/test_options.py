@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from boost.config import Config
+from boost.config.attention import crosses_as_heads
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params, local_slice
 from boost.optim.adamw import decays
@@ -32,6 +33,7 @@ SPREAD: dict[str, Row] = {
     "pp": {"pp": 2},
     "interleaved": {"pp": 2, "schedule": "interleaved-1f1b"},
     "cp": {"cp": 2},
+    "cp 4": {"cp": 4},
     "dp": {"dp": 2},
     "optimizer": {"dp": 2, "shard": "optimizer"},
     "full": {"dp": 2, "shard": "full"},
@@ -57,17 +59,19 @@ BATCHES = pairwise({"overlap": ("none", "halves"), "sequences": (1, 2), "documen
 
 def is_legal(row: Row) -> bool:
     tp, _ = row["heads"]
+    if tp == 1 and not (row["spread"].startswith("cp") and row["layout"] in (LAYOUTS[0], LAYOUTS[-1])):
+        return False  # without TP all layouts are the same
     if row["spread"] == "outer" and row["layout"]["layout"] not in ("btp-sp", "btp-cp", "ulysses"):
         return False
     allowed = ("none", *policies(family_of(row["layout"]), row["layout"]))
-    return row["policy"] in allowed and not (tp == 4 and row["spread"])
+    return row["policy"] in allowed and not (tp == 4 and row["spread"]) and not (tp == 2 and row["spread"] == "cp 4")
 
 
 ROWS = pairwise(
     {
         "layout": LAYOUTS,
         "model": MODELS,
-        "heads": ((2, 8), (2, 1), (4, 2)),
+        "heads": ((2, 8), (2, 1), (4, 2), (1, 8), (1, 1)),
         "grouping": GROUPING,
         "policy": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
         "batch": BATCHES,
@@ -77,17 +81,27 @@ ROWS = pairwise(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", first(16, ROWS, ids([(row,) for row in ROWS])))
-def test_every_pair_of_options_is_the_single_process_function(row: Row) -> None:
+def configured(row: Row) -> Config:
     (tp, kv_heads), batch, spread = row["heads"], row["batch"], SPREAD[row["spread"]]
     model = {"family": family_of(row["layout"]), "kv_heads": kv_heads, "layers": 4 if spread.get("schedule") else 2}
     model |= {name: value for name, value in row["model"].items() if value}
     parallel = {**row["layout"], **spread, "grouping": row["grouping"], "overlap": batch["overlap"]}
     train = {"micro_batch": batch["sequences"], "global_batch": 4, "recompute": row["policy"]}
     data = {"isolate_documents": batch["documents"]}
-    config = config_of(model, parallel, tp, "float64", train=train, data=data)
-    require_one_process(config)
+    return config_of(model, parallel, tp, "float64", train=train, data=data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", first(20, ROWS, ids([(row,) for row in ROWS])))
+def test_every_pair_of_options_is_the_single_process_function(row: Row) -> None:
+    require_one_process(configured(row))
+
+
+def test_rows_exchange_heads_and_gather_keys() -> None:
+    ways = {
+        crosses_as_heads(config.model, config.parallel) for config in map(configured, ROWS) if config.parallel.cp > 1
+    }
+    assert ways == {True, False}
 
 
 def biased(config: Config) -> Decoder:
