@@ -16,7 +16,7 @@ from boost.convert.compress import CompressedWeights, Compression
 from boost.convert.formats import entries, read_folder
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, Weights, dtype_name
-from boost.convert.vocabulary import BOS, Vocabulary, read_generation_settings, read_vocabulary
+from boost.convert.vocabulary import BOS, Vocabulary, is_unused, read_generation_settings, read_vocabulary
 from boost.data.tokenizer import parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
@@ -75,6 +75,11 @@ class FolderWeights:
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
         self.hub = {BOS: folder.bos, **read_generation_settings(path)}
+        settings = self.hub.get("generation", {}).items()
+        if penalties := [f"{name} = {json.dumps(value)[:60]}" for name, value in settings if is_unused(name, value)]:
+            self.notes.append(
+                f"boost generate does not use these fields of generation_config.json: {', '.join(penalties)}"
+            )
 
     def read(self, parameter: Parameter) -> Tensor:
         entry = self._entries[self._head if parameter.name == "head" else parameter.name]

@@ -34,6 +34,11 @@ _TOKENIZER_KEYS = (
     "split_special_tokens",
 )
 """Fields of tokenizer_config.json to keep. The other fields name files or classes, or repeat what tokenizer.json contains."""
+_GENERATION_KEYS = {
+    "bos_token_id", "cache_implementation", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "pad_token_id",
+    "temperature", "top_k", "top_p", "use_cache",
+}  # fmt: skip
+"""Fields of generation_config.json that `boost generate` uses, has as options, or need not know."""
 BOS = "bos_token_id"
 """Settings key for a folder's bos token, which starts a prompt only if the tokenizer also prepends it."""
 _ORIGINAL_KEY = "boost_post_processor"
@@ -163,6 +168,11 @@ def read_generation_settings(folder: Path) -> JsonObject:
     if isinstance(eos, list) and eos:  # a checkpoint stores one eos; chat models list end-of-turn tokens too
         generation = {"eos_token_id": eos, **generation}
     return {"generation": generation} if generation else {}
+
+
+def is_unused(name: str, value: object) -> bool:
+    """Whether a generation setting changes what transformers generates, but is no option of `boost generate`."""
+    return not (name.startswith("_") or name in _GENERATION_KEYS or value in (None, False, 1, [], {}))
 
 
 def _templates(folder: Path, config: JsonObject) -> dict[str, str]:

@@ -247,6 +247,10 @@ def build_from_tokens(
     tokenizer = load_tokenizer(options.tokenizer, report.notes)
     eos = find_eos(tokenizer, options.eos, options.tokenizer)
     size = vocabulary_size(tokenizer)
+    if metas := [path for file in tokens.files if (path := file.path.with_name("meta.pkl")).is_file()]:
+        report.notes.append(
+            f"{metas[0]} is not read; if it has the ids' vocabulary (nanoGPT), --tokenizer must have the same"
+        )
     rule = None
     if tokens.files[0].split is None:
         progress.phase("scanning the ids", tokens.size)

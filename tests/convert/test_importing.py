@@ -541,6 +541,20 @@ def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
     assert note.endswith(f"fields of config.json: {fields}")
 
 
+def test_generation_settings_that_are_not_used_are_named(tmp_path: Path) -> None:
+    llama_folder(tmp_path / "theirs")
+    settings = {
+        "_from_model_config": True,
+        "eos_token_id": [2, 3],
+        "do_sample": True,
+        "temperature": 0.6,
+        "num_beams": 1,
+    }
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.05}))
+    (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
+    assert note.endswith("does not use these fields of generation_config.json: repetition_penalty = 1.05")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
 def test_weights_that_are_not_finite_are_counted_and_refused(value: float, tmp_path: Path) -> None:
     """Those that overflow in the wanted dtype, too."""

@@ -179,6 +179,13 @@ def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
         prepare(options(tmp_path, tokenizer, tmp_path / "one.bin"))
 
 
+def test_a_vocabulary_that_is_not_read_is_named(tmp_path, tokenizer, ids):
+    np.concatenate([[*each, 0] for each in ids]).astype("<u2").tofile(tmp_path / "train.bin")
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    (note,) = prepare(options(tmp_path, tokenizer, tmp_path)).store.report["notes"]
+    assert "meta.pkl is not read" in note and "--tokenizer must have the same" in note
+
+
 def test_files_that_change_meanwhile_are_noticed(tmp_path, tokenizer, ids):
     index = write_megatron(tmp_path / "x", [[each] for each in ids])
 
