@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from boost.api.trainer import Trainer as Trainer
     from boost.config import Config as Config
     from boost.config.families import register_family as register_family
+    from boost.config.layouts import register_layout as register_layout
     from boost.config.load import load as load_config  # noqa: F401
     from boost.errors import BoostError as BoostError
     from boost.errors import Stopped as Stopped
-    from boost.layouts import register_layout as register_layout
     from boost.train.hooks import Hook as Hook
 
 _HOMES = {
@@ -47,7 +47,7 @@ _HOMES = {
     "nn": "boost.nn:",
     "parallelize": "boost.api.sharding",
     "register_family": "boost.config.families",
-    "register_layout": "boost.layouts",
+    "register_layout": "boost.config.layouts",
 }
 """Where each public name is defined: module, or module:name; an empty name means the module itself."""
 

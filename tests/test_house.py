@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from boost.layouts import layout_names
+from boost.config.layouts import layout_names
 from tests.guards import GUARDS, Guard, without
 from tests.train.commands import toml
 
@@ -47,13 +47,8 @@ def name_of(file: Path) -> str:
 
 
 def room_of(name: str) -> str | None:
-    """The room of a module. What a layout is stands in its specification, which belongs to the configuration, as does the registry;
-    its runtime is next to it, or in files for several layouts."""
-    if not name.startswith("boost."):
-        return None
-    room = name.split(".")[1]
-    runs = any(part in name for part in (".runtime", ".single", ".ungrouped"))
-    return "config" if room == "layouts" and not runs else room
+    """The room of a module."""
+    return name.split(".")[1] if name.startswith("boost.") else None
 
 
 def wrong_imports(file: Path) -> Iterator[str]:
@@ -153,7 +148,7 @@ def test_no_layout_is_known_by_its_name_outside_the_layouts() -> None:
     names, found = set(layout_names()), []
     for file in FILES + EVALUATION:
         for node in nodes_of(file):
-            if isinstance(node, ast.Compare | ast.MatchValue) and not name_of(file).startswith("boost/layouts/"):
+            if isinstance(node, ast.Compare | ast.MatchValue) and "/layouts/" not in name_of(file):
                 constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
                 found += [f"{name_of(file)}:{node.lineno}"] * bool(constants & names)
     assert found == []

@@ -28,9 +28,9 @@ from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, 
 from benchmarks.experiments.sections import save
 from boost import drawing
 from boost.config import Config
+from boost.config.layouts import layout_spec
 from boost.config.load import change, from_tree
 from boost.config.schema import Family, RecomputeName
-from boost.layouts import layout_spec
 from boost.measure.memory import MemoryTracker
 from boost.models.block import TransformerBlock
 from boost.models.decoder import Decoder

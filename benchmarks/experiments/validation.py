@@ -24,11 +24,11 @@ from benchmarks.experiments.sections import save
 from benchmarks.experiments.shares import share_prediction, without_the_others
 from benchmarks.experiments.steps import SIZE_3B, SIZE_7B
 from boost.config import Config, load
+from boost.config.layouts import layout_spec
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.format import format_bytes
-from boost.layouts import layout_spec
 from boost.machine import available_cores
 from boost.measure.speed import Probe
 from boost.measure.steps import SIZE_1B, SMALL, Prediction, Stepper, flags, look_at, prediction, shape

@@ -32,8 +32,8 @@ from benchmarks.experiments.plain import FORMS, PlainStep, mean_loss, plain_step
 from benchmarks.experiments.results import write_numbers
 from benchmarks.experiments.shares import without_the_others
 from boost.config import Config, load
+from boost.config.layouts import layout_spec
 from boost.config.schema import CompileName, ParallelConfig
-from boost.layouts import layout_spec
 from boost.measure.speed import synchronize
 from boost.measure.steps import Stepper
 from boost.models.kernels import BACKENDS, KERNELS, Kernel, using

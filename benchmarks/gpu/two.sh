@@ -21,7 +21,7 @@ on=(--run.device="$DEVICE")
 piece 01-links $BOOST verify --nproc "$NPROC" --only machines collectives links --out "$OUT/links.json" "${on[@]}" --parallel.tp="$NPROC"
 # Verify one layout at a time: compiling all of them exceeds a piece's time limit, and finished pieces are not repeated.
 for family in cola lax dense; do
-    for layout in $($PYTHON -c "from boost.config import load; from boost.layouts import layouts_of
+    for layout in $($PYTHON -c "from boost.config import load; from boost.config.layouts import layouts_of
 print(*layouts_of(load(None, ['--model.family=$family']).model), 'dp', 'cp', 'pp')"); do
         piece "02-layouts-$family-$layout" $BOOST verify --nproc "$NPROC" --only layouts --family "$family" --layout "$layout" \
             --compile "$compile" --out "$OUT/layouts-$family-$layout.json" "${on[@]}" --parallel.tp="$NPROC"

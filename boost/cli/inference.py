@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config
+from boost.config.layouts import layout_spec, layouts_of
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.errors import CheckpointError, ConfigError
-from boost.layouts import layout_spec, layouts_of
 from boost.text import printable
 from boost.train.rundir import require_checkpoint_folder
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from boost.cli.terminal import new_table, print_fact, print_table, result_console
 from boost.config import Config, load
 from boost.config.attention import context_notes
+from boost.config.layouts import spec_of
 from boost.config.stages import stages
 from boost.drawing import require_drawable
 from boost.errors import ConfigError
 from boost.format import format_bytes, format_count
-from boost.layouts import spec_of
 from boost.text import printable
 
 if TYPE_CHECKING:

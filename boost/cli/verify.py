@@ -6,9 +6,9 @@ from pathlib import Path
 
 from boost.cli.terminal import add_options
 from boost.config import Config, load
+from boost.config.layouts import layout_names
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
-from boost.layouts import layout_names
 
 SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
 

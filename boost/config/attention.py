@@ -16,9 +16,9 @@ Legend: n local tokens in a micro-batch; H query heads and K key/value heads per
 from collections.abc import Iterator
 from typing import Literal
 
+from boost.config.layouts import num_shards
+from boost.config.layouts.spec import EXCHANGE, GATHER, PlannedComm
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.layouts import num_shards
-from boost.layouts.spec import EXCHANGE, GATHER, PlannedComm
 
 DocumentForm = Literal["segments", "varlen", "mask"]
 """segments: one causal kernel call per document. varlen: one variable-length kernel that takes the document boundaries. mask: a

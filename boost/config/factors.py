@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from boost.config.architecture import Parameter
+from boost.config.layouts import Placement
 from boost.config.optimizers import OptimConfig
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, BUCKET_BYTES, bucket_lengths
-from boost.layouts import Placement
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 
-from boost import layouts  # names are looked up when used: the layouts' specifications import this package
+from boost.config import layouts  # names are looked up when used: the layouts' specifications import this package
 from boost.config.architecture import block_parameters
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import nearest

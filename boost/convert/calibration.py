@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from boost.config.architecture import groups
+from boost.config.layouts import layout_spec
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.data.batches import EvaluationBatches
 from boost.data.store import TokenStore
-from boost.layouts import layout_spec
 from boost.layouts.single import Single
 from boost.models.attention import make_context
 from boost.models.block import TransformerBlock, interleave

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from boost.config.architecture import GroupSpec, Slot
 from boost.config.attention import crosses_as_heads, local_heads
+from boost.config.layouts import LayoutSpec, Placement, spec_of
+from boost.config.layouts.spec import EXCHANGE, GATHER, GATHER_REPLICATED, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD, Comm
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.layouts import LayoutSpec, Placement, spec_of
-from boost.layouts.spec import EXCHANGE, GATHER, GATHER_REPLICATED, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD, Comm
 from boost.layouts.ungrouped import Ungrouped, start_each
 from boost.models.attention import Context, SequenceShare
 from boost.models.group import LinearGroup, Outputs

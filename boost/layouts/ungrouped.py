@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.layouts.spec import Comm
+from boost.config.layouts.spec import Comm
 from boost.models.group import LinearGroup
 from boost.models.kernels import UpProject, linear, scale
 from boost.parallel import collectives

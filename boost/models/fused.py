@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from boost.config.architecture import GroupSpec, Parameter, Slot
-from boost.layouts import Placement, local_shape
+from boost.config.layouts import Placement, local_shape
 
 
 class Sharding(Protocol):

@@ -1,5 +1,5 @@
 """The data that flows through the blocks, and a layout's operations on it, which `boost.models.block` and the decoder call.
-`boost.layouts` implements them, with one folder per layout.
+`boost.layouts` implements them, with one file per layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from boost.layouts import LayoutSpec
+from boost.config.layouts import LayoutSpec
 from boost.models.attention import Context, SequenceShare
 from boost.models.fused import Sharding
 from boost.models.group import Latents, LinearGroup, Outputs

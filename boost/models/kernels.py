@@ -271,7 +271,7 @@ class UpProject(torch.autograd.Function):
 
     Ranks add up to R; act is SiLU or the identity; c is multiplied in before rounding. Saves u and c. The backward pass
     recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over processes
-    computes c's gradient from u and du (`boost.layouts.btp.runtime`). `start_grad_sum` starts the sum of du, which stays in
+    computes c's gradient from u and du (`boost.layouts.btp`). `start_grad_sum` starts the sum of du, which stays in
     flight while the weight gradients are computed; only the node that produced u may consume that gradient, after waiting for it.
     """
 

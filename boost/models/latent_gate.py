@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import architecture
+from boost.config.layouts import local_shape
 from boost.config.schema import ModelConfig
-from boost.layouts import local_shape
 from boost.models.fused import FusedModule, Sharding
 from boost.models.kernels import Node, linear
 

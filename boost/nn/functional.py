@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from boost.config.layouts.spec import SUM_BOTH
 from boost.errors import ConfigError
-from boost.layouts.btp.runtime import StartSum, WaitForSum
-from boost.layouts.spec import SUM_BOTH
+from boost.layouts.btp import StartSum, WaitForSum
 from boost.models.kernels import inverse_rms, linear, rms_norm, scale
 from boost.nn.spec import autocast_resolved, tp_axis
 from boost.nn.weights import once_differentiable, own_shard

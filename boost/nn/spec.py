@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from boost.config import Config
 from boost.config.architecture import Parameter
 from boost.config.families import ModelConfig
+from boost.config.layouts import layouts_of, local_shape
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.layouts import layouts_of, local_shape
 from boost.layouts.runtime import layout_for
 from boost.models.interface import Layout
 from boost.models.recompute import POLICIES

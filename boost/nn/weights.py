@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from boost.config.layouts.spec import SUM_BACKWARD
 from boost.errors import ConfigError
-from boost.layouts.spec import SUM_BACKWARD
 from boost.models.fused import FusedModule
 from boost.nn.spec import Spec
 from boost.parallel import collectives

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from boost.config.layouts.spec import Comm
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from boost.layouts.spec import Comm
 from boost.models.kernels import Node
 from boost.parallel import exchange
 from boost.parallel.mesh import Axis

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boost.config.architecture import IGNORED
+from boost.config.layouts.spec import SCATTER_SUM, SUM_FORWARD, ResidualKind
 from boost.config.traffic import chunk_tokens
-from boost.layouts.spec import SCATTER_SUM, SUM_FORWARD, ResidualKind
 from boost.models.fused import FusedParam
 from boost.models.interface import Flow, Teaching
 from boost.models.kernels import STATISTIC_DTYPE, Kernel, Node, gemm, lookup

@@ -21,9 +21,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from boost.config import Config
+from boost.config.layouts import spec_of
 from boost.config.schema import ParallelConfig
 from boost.config.storage import shard_axis
-from boost.layouts import spec_of
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedModule, ParamShard, fused_params
 from boost.parallel.mesh import Mesh

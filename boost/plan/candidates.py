@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from boost.config import rules
+from boost.config.layouts import layout_spec, layouts_of, spec_of
 from boost.config.schema import Config, ParallelConfig, RecomputeName, TrainConfig
 from boost.errors import ConfigError
-from boost.layouts import layout_spec, layouts_of, spec_of
 from boost.plan.hardware import Hardware
 from boost.plan.structure import altered
 

@@ -1,6 +1,6 @@
 """The collective table: every collective in a training step, derived from the configuration. Tests check it against real runs.
 
-A layout's spec (`boost.layouts`) lists its differentiable collectives in forward order, with their forward and backward
+A layout's spec (`boost.config.layouts`) lists its differentiable collectives in forward order, with their forward and backward
 kinds. The backward pass issues them in reverse.
 
 Legend: T tokens per micro-batch, p TP processes; a width is the number of elements per token in the full payload.
@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from boost.config.architecture import groups, has_latent_gate
 from boost.config.attention import context_comms
+from boost.config.layouts import spec_of
+from boost.config.layouts.spec import GroupContext, PlannedComm
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages_of, whole
 from boost.config.traffic import ALL_TO_ALL, Collective, chunk_tokens, statistic_dtype
-from boost.layouts import spec_of
-from boost.layouts.spec import GroupContext, PlannedComm
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import exchange_collectives, gathers, gradient_collectives, with_whole_weights
 from boost.plan.structure import held_tensors

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from boost.config.architecture import parameter_count
+from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages_of
 from boost.format import format_bytes, format_count, format_seconds
-from boost.layouts import layouts_of
 from boost.plan.candidates import context_sizes
 from boost.plan.hardware import QUANTITIES, Hardware, origin, provenance_words
 from boost.plan.search import Plan, Search, Test, Tick

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from boost.config import architecture
+from boost.config.layouts import LayoutSpec, Placement, local_shape, num_shards, placement_of, spec_of
 from boost.config.optimizers import LOROConfig
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
-from boost.layouts import LayoutSpec, Placement, local_shape, num_shards, placement_of, spec_of
 from boost.plan.collectives import step_collectives
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.structure import held_tensors

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from boost.config.architecture import GroupSpec, groups
+from boost.config.layouts import local_shape, num_shards, placement_of
 from boost.config.traffic import ALL_TO_ALL, Collective, statistic_columns
 from boost.drawing import MARGIN, MUTED, PAPER, WIDTH, Canvas
 from boost.format import format_bytes
-from boost.layouts import local_shape, num_shards, placement_of
 from boost.plan.inspection import Inspection
 
 COLORS = ("#3b6cb3", "#23877a", "#a8690f", "#a44f80")

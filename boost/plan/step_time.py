@@ -9,8 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from boost.config.layouts import spec_of
 from boost.config.schema import Config
-from boost.layouts import spec_of
 from boost.plan.hardware import Hardware
 
 GEMMS = "GEMMs"

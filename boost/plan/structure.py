@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeVar
 
 from boost.config import architecture
 from boost.config.factors import FactorShape, factor_shape, rate_scale
+from boost.config.layouts import Placement, local_shape, placement_of, spec_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import UNTRACED, Section
 from boost.config.stages import Stage
 from boost.config.storage import SUM_AXES, fused_block, fused_weights, shard_axis, sum_axis
-from boost.layouts import Placement, local_shape, placement_of, spec_of
 
 _Section = TypeVar("_Section", bound=Section)
 MAX_CACHED = 20_000

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from boost.config.layouts import spec_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage
 from boost.config.traffic import chunk_tokens
-from boost.layouts import spec_of
 from boost.layouts.runtime import layout_for
 from boost.models import documents, kernels
 from boost.models.attention import Context

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from boost.config import Config
+from boost.config.layouts import layout_spec, layouts_of, spec_of
 from boost.config.rules import check
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
-from boost.layouts import layout_spec, layouts_of, spec_of
 from boost.models.decoder import Decoder
 from boost.models.interface import Teaching
 from boost.parallel.mesh import Mesh

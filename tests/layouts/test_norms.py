@@ -2,7 +2,7 @@
 
 import torch
 
-from boost.layouts.btp.runtime import StartSum, WaitForSum
+from boost.layouts.btp import StartSum, WaitForSum
 from boost.models.kernels import row_sum_of_squares
 from tests import toy
 from tests.distributed import run_distributed

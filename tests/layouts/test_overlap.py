@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost.config import Config
+from boost.config.layouts import layout_spec
 from boost.errors import ConfigError
-from boost.layouts import layout_spec
 from boost.measure.counting import KINDS
 from boost.models.block import interleave
 from boost.plan.collectives import step_collectives

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from boost import layouts
 from boost.cli.inspect import as_json
-from boost.config import Config, load
+from boost.config import Config, layouts, load
+from boost.config.layouts import layout_names, layout_spec, register_layout
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.layouts import layout_names, layout_spec, register_layout
 from boost.measure.verify.layouts import is_ours
 from boost.models.kernels import scale
 from boost.plan import trace

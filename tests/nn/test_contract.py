@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import boost
+from boost.config.layouts import layouts_of
 from boost.errors import ConfigError
-from boost.layouts import layouts_of
 from tests.distributed import run_distributed
 from tests.nn import ways
 from tests.nn.plain import FAMILIES, SIZES, Plain, five_steps, make

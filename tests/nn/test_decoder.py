@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import boost
+from boost.config.layouts import layouts_of
 from boost.errors import ConfigError
-from boost.layouts import layouts_of
 from boost.layouts.runtime import layout_for
 from boost.measure.counting import CollectiveCounter
 from boost.models.decoder import Decoder as RunDecoder

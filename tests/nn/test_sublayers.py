@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from boost.config.layouts import layout_spec, layouts_of
 from boost.errors import ConfigError
-from boost.layouts import layout_spec, layouts_of
 from boost.measure.counting import CollectiveCounter
 from boost.nn import Block, LowRankAttention, LowRankMLP, Spec
 from boost.nn.weights import whole_weight

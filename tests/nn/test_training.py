@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import boost
+from boost.config.layouts import layouts_of
 from boost.errors import ConfigError
-from boost.layouts import layouts_of
 from boost.nn import Decoder, functional
 from boost.nn.weights import whole_weight
 from tests.distributed import run_distributed

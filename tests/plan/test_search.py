@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from boost.config import load
+from boost.config.layouts import layout_spec, layouts_of
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.layouts import layout_spec, layouts_of
 from boost.plan.candidates import POLICIES, Request, context_sizes, divisors, legal, micro_batches, structures
 from boost.plan.collectives import step_collectives
 from boost.plan.explain import alternatives, notes, time_difference

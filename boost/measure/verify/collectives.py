@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from boost.config.layouts import spec
+from boost.config.layouts.spec import Comm
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective
 from boost.format import format_bytes
-from boost.layouts import spec
-from boost.layouts.spec import Comm
 from boost.measure.speed import Point, Stopwatch, collective_points
 from boost.measure.verify.report import Found, Verifier
 from boost.parallel import collectives

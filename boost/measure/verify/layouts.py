@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import torch
 
 from boost.config import Config
+from boost.config.layouts import layout_spec, layouts_of, spec_of
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
-from boost.layouts import layout_spec, layouts_of, spec_of
 from boost.measure.exactness import (
     Observed,
     TrainedModel,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boost.layouts.btp.runtime import BTP
+from boost.layouts.btp import BTP
 from boost.models.group import LinearGroup
 from boost.models.interface import Flow
 from boost.parallel import collectives

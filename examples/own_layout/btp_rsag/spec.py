@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Literal
 
+from boost.config.layouts.btp import BTPConfig, BTPSpec
+from boost.config.layouts.spec import SUM_BACKWARD, Comm, GroupContext, PlannedComm
 from boost.config.traffic import ALL_GATHER, REDUCE_SCATTER
-from boost.layouts.btp.spec import BTPConfig, BTPSpec
-from boost.layouts.spec import SUM_BACKWARD, Comm, GroupContext, PlannedComm
 
 
 class RSAGConfig(BTPConfig):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from boost.config import load
-from boost.layouts import layouts_of
-from boost.layouts.btp import runtime as btp
+from boost.config.layouts import layouts_of
+from boost.layouts import btp
 from boost.measure.verify import layouts
 from boost.measure.verify.layouts import Cell, Results, Row, config_of, judged, rows, run_row
 from boost.parallel.mesh import Mesh

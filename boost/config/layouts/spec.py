@@ -1,7 +1,7 @@
 """The specification of a layout, without torch: its families, placements, collectives and constraints.
 
 Configuration rules, the planner, `boost inspect` and the runtime all read this description. A layout is a subclass of
-`LayoutSpec` in its own folder, next to the runtime class that its `runtime` attribute names (`boost.layouts.runtime`).
+`LayoutSpec` in a file of its own, and the runtime class that its `runtime` attribute names (`boost.layouts`).
 
 Legend: T tokens in one micro-batch; p TP ranks. A dim is a tensor dim of a parameter's global shape; shards are equal and
 contiguous. A width is the number of elements per token in a whole payload.

@@ -1,4 +1,4 @@
-"""Runtime of `btp` (arXiv 2512.12131), and RMSNorm across shards of the hidden dimension. Shapes: `boost.layouts.btp.spec`.
+"""Runtime of `btp` (arXiv 2512.12131), and RMSNorm across shards of the hidden dimension. Shapes: `boost.config.layouts.btp`.
 
 One pair of autograd nodes sums over processes in both passes: partial latents in the forward pass, their gradients in the backward
 pass. So all operations on latents receive partial gradients, and their parameters' gradients are reduced once per optimizer step.
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boost.config.layouts import LayoutSpec
+from boost.config.layouts.spec import GATHER, SUM_BOTH
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.config.traffic import ALL_REDUCE, STATISTIC_TERMS
-from boost.layouts import LayoutSpec
 from boost.layouts.runtime import BaseLayout
-from boost.layouts.spec import GATHER, SUM_BOTH
 from boost.models.group import LinearGroup, Outputs
 from boost.models.interface import NOTHING_IN_FLIGHT, Arrived, Flow
 from boost.models.kernels import (

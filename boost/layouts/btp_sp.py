@@ -1,4 +1,4 @@
-"""Runtime of `btp-sp`. Shapes: `boost.layouts.btp_sp.spec`.
+"""Runtime of `btp-sp`. Shapes: `boost.config.layouts.btp_sp`.
 
 The layout switches from "some tokens, whole width" to "all tokens, some heads" at the bottleneck, so norms and all operations
 on latents need only local tokens. The gradients of norms and replicated factors are partial sums over tokens, reduced

@@ -8,9 +8,9 @@ backward:                               AR(3r)      AR(r)  AR(2r)      AR(r)
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+from boost.config.layouts.spec import GATHER, PARTIAL, SUM_BOTH, GroupContext, LayoutSpec, Placement, PlannedComm
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import statistic_columns, statistic_dtype
-from boost.layouts.spec import GATHER, PARTIAL, SUM_BOTH, GroupContext, LayoutSpec, Placement, PlannedComm
 
 
 class BTPConfig(ParallelConfig):
@@ -26,7 +26,7 @@ class BTPSpec(LayoutSpec):
     """Hidden-sharded residual stream and all-reduces of width r."""
 
     config: ClassVar[type[ParallelConfig]] = BTPConfig
-    runtime = "boost.layouts.btp.runtime:BTP"
+    runtime = "boost.layouts.btp:BTP"
     low_rank = True
     residual = "hidden"
     placements: ClassVar[dict[str, Placement]] = {

@@ -1,4 +1,4 @@
-"""Runtime of `vanilla`, the low-rank baseline. Shapes: `boost.layouts.vanilla.spec`.
+"""Runtime of `vanilla`, the low-rank baseline. Shapes: `boost.config.layouts.vanilla`.
 
 Legend: p TP processes, T tokens, R = r/p a slot's latent width on this process, O a slot's output width.
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boost.config.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_BOTH, SUM_FORWARD
 from boost.layouts.runtime import Replicated
-from boost.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_BOTH, SUM_FORWARD
 from boost.models.group import Latents, LinearGroup, Outputs
 from boost.models.interface import Arrived, Flow
 from boost.models.latent_gate import LatentGate

@@ -1,4 +1,4 @@
-"""Runtimes of `megatron` and, with a token-sharded residual stream, of `megatron-sp`. Shapes: `boost.layouts.megatron.spec`.
+"""Runtimes of `megatron` and, with a token-sharded residual stream, of `megatron-sp`. Shapes: `boost.config.layouts.megatron`.
 
 Legend: T tokens, d hidden width, O outputs on this process.
 """

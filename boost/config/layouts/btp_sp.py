@@ -9,8 +9,7 @@ backward:                     RS(3r)  AG(r)  RS(2r)  AG(r)
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from boost.config.schema import ParallelConfig
-from boost.layouts.spec import (
+from boost.config.layouts.spec import (
     EXCHANGE,
     GATHER,
     PARTIAL,
@@ -20,6 +19,7 @@ from boost.layouts.spec import (
     Placement,
     PlannedComm,
 )
+from boost.config.schema import ParallelConfig
 
 
 class BTPSPConfig(ParallelConfig):
@@ -32,7 +32,7 @@ class BTPSPSpec(LayoutSpec):
     """Token-sharded residual stream with all-gathers and reduce-scatters of width r."""
 
     config = BTPSPConfig
-    runtime = "boost.layouts.btp_sp.runtime:BTPSP"
+    runtime = "boost.layouts.btp_sp:BTPSP"
     low_rank = True
     residual = "tokens"
     placements: ClassVar[dict[str, Placement]] = {

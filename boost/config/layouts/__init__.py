@@ -1,19 +1,19 @@
-"""The layouts: ways to shard a decoder over TP ranks, one folder each. `spec.py` describes a layout without torch, and the
-configuration and the planner import only that file; `runtime.py` implements the layout.
+"""The layouts: ways to shard a decoder over TP ranks. A file here describes a layout without torch, as the configuration and the
+planner need it; the file of the same name in `boost.layouts` implements it.
 
 This file is the layout registry. An installed package adds a layout by calling `register_layout` in a module listed under
 the entry-point group `boost.plugins`. `LayoutSpec.config` is the class that `parallel.layout` then selects.
 """
 
+from boost.config.layouts.btp import BTPSpec
+from boost.config.layouts.btp_sp import BTPSPSpec
+from boost.config.layouts.megatron import MegatronSpec, MegatronSPSpec
+from boost.config.layouts.spec import LayoutSpec, Placement, SingleSpec
+from boost.config.layouts.spec import local_shape as local_shape
+from boost.config.layouts.ulysses import BTPCPSpec, UlyssesSpec
+from boost.config.layouts.vanilla import VanillaSpec
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.config.section import load_plugins
-from boost.layouts.btp.spec import BTPSpec
-from boost.layouts.btp_sp.spec import BTPSPSpec
-from boost.layouts.megatron.spec import MegatronSpec, MegatronSPSpec
-from boost.layouts.spec import LayoutSpec, Placement, SingleSpec
-from boost.layouts.spec import local_shape as local_shape
-from boost.layouts.ulysses.spec import BTPCPSpec, UlyssesSpec
-from boost.layouts.vanilla.spec import VanillaSpec
 
 _specs: dict[str, LayoutSpec] = {}
 _single = SingleSpec()

@@ -1,5 +1,5 @@
 """Runtimes of `ulysses` and of `btp-cp`, which sends latents if they are narrower than heads. Shapes:
-`boost.layouts.ulysses.spec`.
+`boost.config.layouts.ulysses`.
 
 Legend: p TP processes, T tokens, n = T/p tokens on this process; R latent width, w elements per token that one process needs
 from a projection.
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from boost.config.architecture import Slot
+from boost.config.layouts.spec import EXCHANGE, GATHER_REPLICATED
+from boost.config.layouts.ulysses import CrossingSpec
 from boost.layouts.runtime import TokenSharded
-from boost.layouts.spec import EXCHANGE, GATHER_REPLICATED
-from boost.layouts.ulysses.spec import CrossingSpec
 from boost.models.group import LinearGroup, Outputs
 from boost.models.interface import Arrived, Flow
 from boost.models.kernels import linear

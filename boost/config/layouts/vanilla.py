@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from boost.config.architecture import SLOTS, tensor_shape
-from boost.config.schema import ModelConfig, ParallelConfig
-from boost.config.section import WholeConfig, nearest
-from boost.layouts.spec import (
+from boost.config.layouts.spec import (
     GATHER,
     GATHER_REPLICATED,
     PARTIAL,
@@ -27,6 +25,8 @@ from boost.layouts.spec import (
     Placement,
     PlannedComm,
 )
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.config.section import WholeConfig, nearest
 
 
 class VanillaConfig(ParallelConfig):
@@ -56,7 +56,7 @@ class VanillaSpec(LayoutSpec):
     """Replicated residual stream, with latents sharded along the rank and all-reduces of full width."""
 
     config = VanillaConfig
-    runtime = "boost.layouts.vanilla.runtime:Vanilla"
+    runtime = "boost.layouts.vanilla:Vanilla"
     low_rank = True
     residual = "replicated"
     placements: ClassVar[dict[str, Placement]] = {

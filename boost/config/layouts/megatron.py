@@ -13,8 +13,7 @@ backward:                   AG(d) RS(d) AG(d) RS(d), and the gradients of the no
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from boost.config.schema import ParallelConfig
-from boost.layouts.spec import (
+from boost.config.layouts.spec import (
     EXCHANGE,
     GATHER,
     GATHER_REPLICATED,
@@ -30,6 +29,7 @@ from boost.layouts.spec import (
     PlannedComm,
     ResidualKind,
 )
+from boost.config.schema import ParallelConfig
 
 
 class MegatronConfig(ParallelConfig):
@@ -42,7 +42,7 @@ class MegatronSpec(LayoutSpec):
     """Replicated residual stream with all-reduces of width d."""
 
     config: ClassVar[type[ParallelConfig]] = MegatronConfig
-    runtime = "boost.layouts.megatron.runtime:Megatron"
+    runtime = "boost.layouts.megatron:Megatron"
     low_rank = False
     residual: ClassVar[ResidualKind] = "replicated"
     placements: ClassVar[dict[str, Placement]] = {
@@ -80,7 +80,7 @@ class MegatronSPSpec(MegatronSpec):
     """Token-sharded residual stream with all-gathers and reduce-scatters of width d."""
 
     config = MegatronSPConfig
-    runtime = "boost.layouts.megatron.runtime:MegatronSP"
+    runtime = "boost.layouts.megatron:MegatronSP"
     residual = "tokens"
     placements: ClassVar[dict[str, Placement]] = {**MegatronSpec.placements, "norm": PARTIAL, "final_norm": PARTIAL}
     embed_comms = (EXCHANGE,)

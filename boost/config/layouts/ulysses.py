@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from boost.config.architecture import Slot, groups
-from boost.config.schema import ModelConfig, ParallelConfig
-from boost.layouts.spec import (
+from boost.config.layouts.spec import (
     EXCHANGE,
     GATHER,
     PARTIAL,
@@ -28,6 +27,7 @@ from boost.layouts.spec import (
     PlannedComm,
     ResidualKind,
 )
+from boost.config.schema import ModelConfig, ParallelConfig
 
 
 class CrossingSpec(LayoutSpec):
@@ -82,7 +82,7 @@ class UlyssesSpec(CrossingSpec):
     """q, k, v and o all exchange heads."""
 
     config: ClassVar[type[ParallelConfig]] = UlyssesConfig
-    runtime = "boost.layouts.ulysses.runtime:Ulysses"
+    runtime = "boost.layouts.ulysses:Ulysses"
     low_rank: ClassVar[bool | None] = None
 
     def superseded_by(self, model: ModelConfig) -> str:
@@ -103,7 +103,7 @@ class BTPCPSpec(CrossingSpec):
     """Token-sharded residual stream and MLP; attention communicates latents or heads, whichever is narrower."""
 
     config = BTPCPConfig
-    runtime = "boost.layouts.ulysses.runtime:BTPCP"
+    runtime = "boost.layouts.ulysses:BTPCP"
     low_rank = True
 
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
