@@ -4,7 +4,6 @@ collectives match the table."""
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -221,16 +220,3 @@ def test_one_process_issues_no_collective_and_copies_no_weight() -> None:
     group = decoder.blocks[0].qkv
     stored = [group.B_q, group.B_k, group.B_v]
     assert [used.data_ptr() for used in group.weights()] == [weight.data_ptr() for weight in stored]
-
-
-def documents_loss(config: Config) -> float:
-    decoder, _ = toy.toy_decoder(config)
-    tokens, targets = toy.toy_tokens(config)
-    return decoder(tokens, targets, (torch.arange(16) // 5).expand(2, 16)).item()
-
-
-@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
-def test_documents_stay_apart_under_a_layout(model: dict[str, Any], parallel: dict[str, Any]) -> None:
-    config = config_of(model, parallel, 2, "float64")
-    expected = documents_loss(toy.single(config))
-    assert run_distributed(2, documents_loss, config) == pytest.approx([expected, expected], rel=1e-12)
