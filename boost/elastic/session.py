@@ -12,7 +12,7 @@ from boost.elastic.recovery import Recovery
 from boost.elastic.step import RecoverableStepper
 from boost.parallel.gradients import StepFlags
 from boost.train.builtin_hooks import builtin_hooks
-from boost.train.events import StepEnd, TrainStart
+from boost.train.events import StepEnd
 from boost.train.faults import WAIT_S, Fault, FaultInjection
 from boost.train.heartbeat import Heartbeat
 from boost.train.hooks import Hook
@@ -79,7 +79,7 @@ class Admission(Hook):
     def __init__(self, recovery: Recovery) -> None:
         self._recovery = recovery
 
-    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         self._recovery.on_train_start(trainer)
 
     def after_backward(self, trainer: Trainer) -> None:

@@ -17,7 +17,7 @@ from boost.train import checkpoint as ckpt
 from boost.train.agreement import run_on_main
 from boost.train.best_effort import best_effort
 from boost.train.checkpoint import BestCheckpoint, read_best, write_best
-from boost.train.events import BadStep, EvaluationEnd, Rollback, SaveEnd, StepEnd, StepStart, TrainStart
+from boost.train.events import BadStep, EvaluationEnd, Rollback, SaveEnd, StepEnd, StepStart
 from boost.train.health import HealthMonitor, SpikeDetector
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
@@ -66,7 +66,7 @@ class ReplicaCheck(Hook):
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         trainer.check_replicas()
 
     def on_bad_step(self, trainer: Trainer, event: BadStep) -> None:
@@ -113,13 +113,13 @@ class PeriodicCheckpoint(Hook):
         )
         self._knows_best = True
 
-    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         self._saved_at = self._clock()
         if not self._knows_best:  # a process that joins later has received another's state
             # All processes must agree whether an evaluation is the best so far, because they then save.
             self._best = run_on_main(trainer.mesh, lambda: read_best(trainer.run.checkpoints), StorageError)
         if trainer.resumed_from and trainer.resumed_from.parent == trainer.run.checkpoints:
-            self._saved_step = event.step
+            self._saved_step = trainer.position.step
         train = self.train
         if train.async_save and (train.save_every or train.save_minutes):
             trainer.saves.prepare()

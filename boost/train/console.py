@@ -12,7 +12,7 @@ from rich.progress import Progress
 from boost.config.architecture import parameter_count
 from boost.format import format_bytes, format_count, format_duration, format_percent, format_rate
 from boost.text import printable
-from boost.train.events import EvalMetrics, EvaluationEnd, RunEvent, StepEnd, StepMetrics, TrainStart
+from boost.train.events import EvalMetrics, EvaluationEnd, RunEvent, StepEnd, StepMetrics
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.progress import BAR_MIN_WIDTH, live_bars, make_bar
@@ -33,27 +33,28 @@ class ConsoleHook(Hook):
     def __init__(self, terminal: RichConsole | None = None) -> None:
         """`terminal`: by default, stdout."""
         self._terminal = terminal or RichConsole()
-        self._start: TrainStart | None = None
+        self._first: int | None = None
+        """The first step of this run; None before it starts."""
         self._bar: Progress | None = None
         self._timed: tuple[int, float] | None = None
         """The first step and its end time. That step starts threads, allocates and compiles, so time is measured from its end."""
 
-    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
-        self._start = event
+    def on_train_start(self, trainer: Trainer) -> None:
+        done, total = trainer.position.step, trainer.config.train.steps
+        self._first = done + 1
         if self._terminal.is_terminal:
             self._bar = make_bar(self._terminal)
-            self._task = self._bar.add_task("train", total=event.total_steps, completed=event.step, stats="")
+            self._task = self._bar.add_task("train", total=total, completed=done, stats="")
             self._bar.start()
             live_bars.append(self._bar)
         for line in _introduction(trainer):
             self._note(line)
 
     def after_step(self, trainer: Trainer, event: StepEnd) -> None:
-        assert self._start is not None
-        metrics, total, first = event.metrics, self._start.total_steps, self._start.step + 1
+        metrics, total = event.metrics, trainer.config.train.steps
         eta = self._eta(metrics, total)
         if self._bar is None:
-            if metrics.step in (first, total) or metrics.step % trainer.config.train.log_every == 0:
+            if metrics.step in (self._first, total) or metrics.step % trainer.config.train.log_every == 0:
                 self._note(step_line(metrics, total, eta))
             return
         # Shorter than `step_line`: shows memory and MFU only if the terminal is wide enough.
@@ -91,7 +92,7 @@ class ConsoleHook(Hook):
     def _note(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
-        elif self._start is not None:  # the introduction includes warnings from before the first step
+        elif self._first is not None:  # the introduction includes warnings from before the first step
             print(printable(text), flush=True)
 
 

@@ -58,15 +58,6 @@ class EvalMetrics:
 
 
 @dataclass(frozen=True)
-class TrainStart:
-    """Training is about to start or resume."""
-
-    step: int
-    """Steps already done: 0 for a new run."""
-    total_steps: int
-
-
-@dataclass(frozen=True)
 class StepStart:
     """A step is about to run."""
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
-from boost.train.events import Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics, TrainStart
+from boost.train.events import Rollback, RunTrouble, SaveStart, StepEnd, StepMetrics
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 
@@ -104,7 +104,7 @@ class HealthMonitor(Hook):
         self._owes_save = False
         """Whether a checkpoint came due before training recovered, so that an unmarked one is saved afterwards."""
 
-    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         if not any(self._detector.state().values()):  # a process that joins later has received another's state
             self._detector.take_state(trainer.position.recent)
 

@@ -67,8 +67,8 @@ class Hook:
     def setup(self, trainer: "Trainer") -> None:
         """Acquires resources such as files and connections. Called before any hook gets `on_train_start`."""
 
-    def on_train_start(self, trainer: "Trainer", event: events.TrainStart) -> None:
-        """Called once before the first step."""
+    def on_train_start(self, trainer: "Trainer") -> None:
+        """Called once before the first step, when training starts or resumes."""
 
     def before_step(self, trainer: "Trainer", event: events.StepStart) -> None:
         """Called before each step."""

@@ -140,12 +140,14 @@ def _run(spec: LaunchSpec, signals: _Signals, method: str, supervise: Supervise 
         process: Any = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
         gc.freeze()  # otherwise each forked process copies every object at its first garbage collection
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, caught_signals())
-        process.start()
-        signals.processes[rank] = process
-        for number in set(signals.received) & set(STOP_SIGNALS):  # before this process existed
-            os.kill(process.pid, number)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        gc.unfreeze()
+        try:
+            process.start()
+            signals.processes[rank] = process
+            for number in set(signals.received) & set(STOP_SIGNALS):  # before this process existed
+                os.kill(process.pid, number)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            gc.unfreeze()
 
     try:
         if supervise is not None:

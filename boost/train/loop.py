@@ -221,7 +221,7 @@ class Trainer:
         """
         try:
             self.notify("setup")
-            self.notify("on_train_start", events.TrainStart(self.position.step, self.config.train.steps))
+            self.notify("on_train_start")
             with StopRequest() as self._signals:
                 stopped = self._train()
                 # Keep catching signals, so that a late one does not discard the results of a saved run.
@@ -495,7 +495,7 @@ class Trainer:
         """Sets up hooks for a run in progress and adds them before all others."""
         for hook in hooks:
             self._call(hook, "setup")
-            self._call(hook, "on_train_start", events.TrainStart(self.position.step, self.config.train.steps))
+            self._call(hook, "on_train_start")
         self.hooks[:0] = hooks
 
     def _require_all_processes(self, method: str) -> None:

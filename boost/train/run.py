@@ -9,6 +9,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from boost.config import Config
 from boost.config.architecture import parameter_count
@@ -118,18 +119,9 @@ def check_before_start(
     check_teacher(config, store)
 
 
-def train_process(
-    config: Config,
-    resume: str | None,
-    start_from: str | None = None,
-    faults: Sequence[Fault] = (),
-    restart: bool = False,
-) -> int:
-    """Trains as one process in the mesh. Returns the exit code. Raises BoostError.
-
-    `restart`: with --resume auto, starts at step 0 if an earlier run's checkpoints are missing.
-    """
-    return train(config, resume, start_from, faults, restart)[1]
+def train_process(*arguments: Any) -> int:
+    """Like `train`, but returns only the exit code, as a process's entry point does."""
+    return train(*arguments)[1]
 
 
 def train(
@@ -140,8 +132,11 @@ def train(
     restart: bool = False,
     hooks: Sequence[Hook] = (),
 ) -> tuple[TrainResult | None, int]:
-    """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result
-    is None if a signal stopped the run before this process trained."""
+    """Trains as one process in the mesh, with `hooks` before the built-in ones. Returns the result and the exit code. The result is
+    None if a signal stopped the run before this process trained. Raises BoostError.
+
+    `restart`: with --resume auto, starts at step 0 if an earlier run's checkpoints are missing.
+    """
     config = without_links(config)
     # Set the size of c10d's flight recorder before the mesh is opened. It is small, because heartbeats read it every second.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")

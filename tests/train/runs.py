@@ -17,7 +17,7 @@ from boost.config.architecture import IGNORED
 from boost.data.batches import Batch
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.builtin_hooks import builtin_hooks
-from boost.train.events import SaveEnd, SaveStart, StepEnd, StepStart, TrainStart
+from boost.train.events import SaveEnd, SaveStart, StepEnd, StepStart
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
@@ -77,8 +77,8 @@ class Do(Hook):
         if self.at == (event, step) and self.rank in (None, trainer.mesh.rank):
             self.action(trainer)
 
-    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
-        self._happen(trainer, "on_train_start", event.step)
+    def on_train_start(self, trainer: Trainer) -> None:
+        self._happen(trainer, "on_train_start", trainer.position.step)
 
     def before_step(self, trainer: Trainer, event: StepStart) -> None:
         self._happen(trainer, "before_step", event.step)

@@ -12,8 +12,9 @@ from rich.console import Console as RichConsole
 
 import boost.train.progress as progress_of
 from boost.train import console
+from boost.train.checkpoint import Position
 from boost.train.console import ConsoleHook
-from boost.train.events import EvalMetrics, EvaluationEnd, StepEnd, StepMetrics, TrainStart
+from boost.train.events import EvalMetrics, EvaluationEnd, StepEnd, StepMetrics
 from boost.train.progress import progress
 
 EVALUATION = EvalMetrics(120, 4.3210, 75.264, 1.5123, 8192)
@@ -40,9 +41,9 @@ def started(total: int, first: int = 1, every: int = 10, terminal: RichConsole |
     """The console of a run, after its introduction. Its methods take no trainer."""
     hook: Any
     hook, train = ConsoleHook(terminal), SimpleNamespace(log_every=every, steps=total)
-    trainer: Any = SimpleNamespace(config=SimpleNamespace(train=train))
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(train=train), position=Position(first - 1, 0))
     with mock.patch.object(console, "_introduction", return_value=[]):
-        hook.on_train_start(trainer, TrainStart(first - 1, total))
+        hook.on_train_start(trainer)
     for name in ("after_step", "on_evaluation", "on_warning"):
         setattr(hook, name, functools.partial(getattr(hook, name), trainer))
     try:
