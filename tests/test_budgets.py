@@ -128,7 +128,7 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=710, functions=154, files=31)
+STEP = Footprint(calls=692, functions=151, files=31)
 """One step of `boost train` on one process, with its hooks and its look at the lock on the run directory."""
 
 
