@@ -91,8 +91,8 @@ def lowrank(
             has_svd = dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
             if kind not in (nn.Parameter, torch.Tensor) or not has_svd:
                 raise ConfigError(
-                    f"'{name}' has a weight of type {kind.__name__} ({dtype}), which has no SVD; factorize before quantizing, or "
-                    "exclude the linear"
+                    f"'{name}' has a weight of type {kind.__name__} ({dtype}), which has no SVD; factorize before quantizing "
+                    "or sharding, or exclude the linear"
                 )
             chosen.append((name, linear, r))
     if not chosen:
