@@ -88,14 +88,11 @@ def lowrank(
                     f"'{name}' {what}, which its factors would not have; attach it after boost.lowrank, or exclude the linear"
                 )
             kind, dtype = type(linear.weight), linear.weight.dtype
-            if (
-                kind not in (nn.Parameter, torch.Tensor)
-                or dtype.itemsize < 2
-                or not (dtype.is_floating_point or dtype.is_complex)
-            ):
+            has_svd = dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
+            if kind not in (nn.Parameter, torch.Tensor) or not has_svd:
                 raise ConfigError(
-                    f"'{name}' has a weight of type {kind.__name__} ({dtype}), which has no SVD; factorize before quantizing, or "
-                    "exclude the linear"
+                    f"'{name}' has a weight of type {kind.__name__} ({dtype}), which has no SVD; factorize before quantizing "
+                    "or sharding, or exclude the linear"
                 )
             chosen.append((name, linear, r))
     if not chosen:
@@ -187,9 +184,8 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
         linears, prefix = dict(model.named_modules()), f"{getattr(base, 'base_model_prefix', '')}."
         for place, rank in ranks.items():
             # Names may be those of the base model, or the saved model may be the base of the one that was factorized.
-            place = next(
-                (name for name in (place, prefix + place, place.removeprefix(prefix)) if name in linears), place
-            )
+            places = place, prefix + place, place.removeprefix(prefix)
+            place = next((name for name in places if name in linears), place)
             linear = linears.get(place)
             if not (isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"):
                 raise ConfigError(f"'{path}': {SAVED} names module {place!r}, which is not a linear of {name}")
@@ -226,9 +222,7 @@ def _check_rank(rank: object) -> None:
 
 def _record(module: nn.Module, activation: str) -> None:
     """Writes the ranks to the configuration of a transformers model, also inside a wrapper, so that they are saved with it."""
-    owner = next(
-        (part for part in module.modules() if isinstance(getattr(type(part), "base_model_prefix", None), str)), None
-    )
+    owner = next((part for part in module.modules() if hasattr(type(part), "base_model_prefix")), None)
     if owner is not None and hasattr(config := getattr(owner, "config", None), "to_dict"):
         if ranks := ranks_of(owner):
             setattr(config, SAVED, {"ranks": ranks, "activation": activation})

@@ -77,9 +77,7 @@ class FolderWeights:
         self.hub = {BOS: folder.bos, **read_generation_settings(path)}
         settings = self.hub.get("generation", {}).items()
         if penalties := [f"{name} = {json.dumps(value)[:60]}" for name, value in settings if is_unused(name, value)]:
-            self.notes.append(
-                f"boost generate does not use these fields of generation_config.json: {', '.join(penalties)}"
-            )
+            self.notes.append(f"boost generate ignores these fields of generation_config.json: {', '.join(penalties)}")
 
     def read(self, parameter: Parameter) -> Tensor:
         entry = self._entries[self._head if parameter.name == "head" else parameter.name]

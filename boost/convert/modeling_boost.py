@@ -119,6 +119,9 @@ class BoostConfig(PretrainedConfig):
                 **{f"layers.*.self_attn.{name}_norm": style for name in "qk"},
             }
         self.use_cache = use_cache
+        rope: Any = kwargs.get("rope_scaling") or kwargs.get("rope_parameters") or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise ValueError(f"rope_scaling = {rope} is not supported; set rope_factor, for Llama 3.1's scaling")
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     def rank_of(self, layer: int, slot: str) -> int:

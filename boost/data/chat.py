@@ -208,15 +208,13 @@ class ChatTemplate:
         source, adapted, notes = self._source(variables), [dict(message) for message in messages], dict[str, None]()
         for message in adapted:
             text, role = message["content"], message["role"]
-            forms = (
-                self._reads(source, role, messages, variables) if isinstance(text, str) and text.strip() else ("text",)
-            )
+            if not isinstance(text, str) or not text.strip():
+                continue
+            forms = self._reads(source, role, messages, variables)
             if "text" in forms:
                 continue
             if "parts" in forms:
-                notes["with text as content, passed to the chat template as a list of parts, because it needs that"] = (
-                    None
-                )
+                notes["with text as content, passed to the chat template as parts, because it needs that"] = None
                 message["content"] = [{"type": "text", "text": text}]
             elif text.strip() not in self._probed(messages, variables):
                 notes[f"with a message of role {role!r}, which the chat template does not use"] = None

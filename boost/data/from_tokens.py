@@ -131,7 +131,7 @@ def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
         owner = "LitData"
     if owner:
         raise DataError(
-            f"{path}: a file of {owner}, whose header is not ids; write the ids alone, e.g. with NumPy's tofile"
+            f"{path}: a file of {owner}, whose header is not ids; write the ids alone, as NumPy's tofile does"
         )
     if size % kind.itemsize:
         raise DataError(
@@ -248,9 +248,7 @@ def build_from_tokens(
     eos = find_eos(tokenizer, options.eos, options.tokenizer)
     size = vocabulary_size(tokenizer)
     if metas := [path for file in tokens.files if (path := file.path.with_name("meta.pkl")).is_file()]:
-        report.notes.append(
-            f"{metas[0]} is not read; if it has the ids' vocabulary (nanoGPT), --tokenizer must have the same"
-        )
+        report.notes.append(f"{metas[0]} is not read; if it has the ids' vocabulary, --tokenizer must have the same")
     rule = None
     if tokens.files[0].split is None:
         progress.phase("scanning the ids", tokens.size)

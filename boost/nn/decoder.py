@@ -25,7 +25,7 @@ from boost.models.init import initialize
 from boost.models.interface import Flow
 from boost.nn.plain import EMBEDDING, call, difference, is_read, stored_parameters
 from boost.nn.spec import Spec, autocast_resolved
-from boost.nn.sublayers import Block, WrappedBlock, add_norm, as_spec, uninitialized_linear
+from boost.nn.sublayers import Block, LowRankAttention, WrappedBlock, add_norm, as_spec, uninitialized_linear
 from boost.nn.weights import local_weight, once_differentiable, shard_weights, whole_weight
 
 
@@ -106,8 +106,10 @@ class Decoder(decoder.Decoder):
     @property
     def compute_dtype(self) -> torch.dtype:  # type: ignore[override]
         """Dtype of activations: autocast's in its context, else the spec's or, if it has none, that of the weights."""
-        weight: Tensor = getattr(self.embedding, "weight", self.norm.weight)
-        return self._autocast_dtype or self.spec.compute_dtype or weight.dtype
+        if known := self._autocast_dtype or self.spec.compute_dtype:
+            return known
+        weight: Tensor | None = getattr(self.embedding, "weight", None)
+        return next(self.parameters()).dtype if weight is None else weight.dtype
 
     def forward(  # type: ignore[override]
         self,
@@ -201,8 +203,9 @@ class Decoder(decoder.Decoder):
         return stored_parameters(self, Decoder(spec), is_copy=False)
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
-        numbers = [cast(Block, block).attn.layer for block in self.layers]
-        if sorted(numbers) != list(range(len(numbers))):  # blocks or attn were shared, added or removed
+        parts = self.layers.named_modules(remove_duplicate=False)
+        numbers = [part.layer for _, part in parts if isinstance(part, LowRankAttention)]
+        if sorted(numbers) != list(range(len(self.layers))):  # blocks or attn were shared, added or removed
             raise ConfigError(
                 f"attn.layer of the layers is {numbers}, but each needs a cache for generation; copy shared modules, and set "
                 "attn.layer to the index in layers"

@@ -394,9 +394,10 @@ class Block(TransformerBlock):
             name = f"layers.{self.layer_index}.{kind.name}"
             if layout.halves:
                 raise ConfigError(f"{name} {what}: overlap = 'halves' does not call it; attach it to the block")
-            if not hasattr(sublayer, "groups"):
+            inner = next((part for part in sublayer.modules() if isinstance(part, kind)), None)
+            if inner is None:
                 raise ConfigError(f"{name} {what}, not a {kind.__name__}; use a subclass of it, or a hook")
-            before = [Stream(flow.x, tuple(flow.take() for group in sublayer.groups if group.takes_prev))]
+            before = [Stream(flow.x, tuple(flow.take() for group in inner.groups if group.takes_prev))]
             made = sublayer(*_tensors(layout, before, [context]), run=(layout, [context]))
             ((flow.x, latents),) = _streams(made, 1)
             flow.latents += latents

@@ -14,6 +14,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -88,11 +89,13 @@ class HarnessModel(TemplateLM):
         return [self._answer(*request.args) for request in progress(requests, "answer", enabled=self._shows)]
 
     def _answer(self, context: str, options: JsonObject) -> str:
-        until = options.get("until") or []
-        stops = [until] if isinstance(until, str) else list(until)
-        sampled = bool(options.get("do_sample")) and options.get("temperature", 1.0) > 0
-        sampling = Sampling(options.get("temperature", 1.0) if sampled else 0.0, top_p=options.get("top_p", 1.0))
-        limit = min(int(options.get("max_gen_toks", MAX_NEW_TOKENS)), self._max_length - 1)
+        chosen: JsonObject = {"top_k": 0, "top_p": 1.0, **normalize_gen_kwargs(options, MAX_NEW_TOKENS)}
+        stops, sampled, limit = (chosen.pop(name) for name in ("until", "do_sample", "max_gen_toks"))
+        temperature, limit = chosen.pop("temperature", 1.0) if sampled else 0.0, min(limit, self._max_length - 1)
+        sampling = Sampling(temperature, chosen.pop("top_k"), chosen.pop("top_p"))
+        for name, value in chosen.items():
+            if name != "temperature" and value not in (None, False, 1):
+                raise ConfigError(f"{name} = {value!r} in generation_kwargs is not supported; remove it from the task")
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self._max_length - limit) :]
         tokens: list[int] = []
         text = ""

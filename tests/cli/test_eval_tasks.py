@@ -10,6 +10,7 @@ import pytest
 
 from boost.cli.inference import open_model
 from boost.data.tokenizer import load_tokenizer
+from boost.errors import ConfigError
 from tests.cli.commands import Capture, done, refused, say
 
 pytestmark = pytest.mark.slow  # imports the harness, and with it transformers
@@ -144,6 +145,13 @@ def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
 
     prompt = tokenizer.encode("def ", add_special_tokens=False).ids
     tokens = list(generate(decoder, prompt, 8, Sampling(0.0)))
+    harness = HarnessModel(decoder, tokenizer, None, 0, [], 64, 1, shows=False)
+    for limit in ("max_gen_toks", "max_new_tokens", "max_tokens"):  # names that the harness knows
+        assert harness._answer("def ", {limit: 3, "num_beams": 1}) == tokenizer.decode(tokens[:3])
+    assert len({harness._answer("def ", {"max_gen_toks": 8, "temperature": 9.0, "seed": None}) for _ in range(2)}) == 1
+    assert harness._answer("def ", {"max_gen_toks": 8, "temperature": 9.0}) != tokenizer.decode(tokens)
+    with pytest.raises(ConfigError, match="num_beams = 4 in generation_kwargs is not supported"):
+        harness._answer("def ", {"num_beams": 4})
     assert answer([0, tokens[2]]) == tokenizer.decode(tokens[: tokens.index(tokens[2]) + 1])
     assert answer([]) == tokenizer.decode(tokens) != answer([0, tokens[2]])
 

@@ -166,6 +166,16 @@ def test_a_model_of_the_configuration_alone_has_sound_weights(pair: tuple[Decode
     assert 1 < loss.item() < 40
 
 
+def test_a_scaling_of_rope_that_our_class_has_not_is_refused(pair: tuple[Decoder, Any]) -> None:
+    config = pair[1].config
+    if type(config).__module__.endswith("modeling_boost"):
+        with pytest.raises(ValueError, match="rope_scaling = .*yarn.* is not supported"):
+            type(config)(**{**config.to_dict(), "rope_scaling": {"type": "yarn", "factor": 4.0}})
+        type(config)(
+            **{**config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+        )
+
+
 def _save_on_mesh(folder: Path, tokenizer: Path) -> str:
     config = toy.toy_config("float32", model={"family": "cola", "kv_heads": 8}, parallel={"layout": "btp", "tp": 2})
     return str(save(folder, config, tokenizer))

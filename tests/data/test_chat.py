@@ -247,7 +247,7 @@ def test_text_goes_to_a_template_that_reads_only_parts(tmp_path: Path) -> None:
     (document,) = template.encode(messages)
     assert counted(template, document) == ["b<|im_end|>\n"] and "user\na<|im_end|>" in document.text
     (note,) = template.unused(messages, {})
-    assert note.startswith("with text as content, passed to the chat template as a list of parts")
+    assert note.startswith("with text as content, passed to the chat template as parts")
     prompt = load_chat_template(folder)
     assert prompt is not None and "user\na<|im_end|>" in prompt(messages[:1])
 

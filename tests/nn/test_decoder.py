@@ -24,6 +24,7 @@ from boost.parallel.mesh import Mesh
 from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed
+from tests.nn.ways import Wrapped
 
 SIZES = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "dtype": torch.float64}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -227,6 +228,7 @@ def test_no_two_layers_use_one_cache() -> None:
     with pytest.raises(ConfigError, match="set attn.layer to the index in layers"):
         model.make_caches(1, 8)
     model.layers[1].attn.layer = 1
+    model.layers[0] = Wrapped(model.layers[0])
     assert len(model.make_caches(1, 8)) == 2
     del model.layers[0]
     with pytest.raises(ConfigError, match=r"the layers is \[1\]"):

@@ -107,6 +107,17 @@ def doubled_class(path: str, model: Any) -> Any:
     return model
 
 
+class Wrapped(nn.Module):
+    """A wrapper without the attributes of what it holds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *x: Any, **options: Any) -> Any:
+        return first(self.module(*x, **options), bent)
+
+
 class Scaled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
@@ -274,6 +285,7 @@ MODEL: dict[str, Way] = {
 REENTRANT = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
 WRAPPERS: dict[str, Way] = {
     **{f"checkpoint_wrapper {path}": partial(put, path, checkpoint_wrapper) for path in STREAMS},
+    **{f"wrapper {path}": partial(put, path, Wrapped) for path in STREAMS},
     **{f"reentrant {path}": partial(put, path, REENTRANT) for path in STREAMS},
     **{f"own forward {path}": partial(own_forward, path) for path in STREAMS},
     **{f"subclass {path}": partial(doubled_class, path) for path in STREAMS},
@@ -288,6 +300,7 @@ REPLACED: dict[str, Way] = {
     "LayerNorm": partial(put, "layers.1.mlp.norm", lambda _: nn.LayerNorm(32).double()),
     "final LayerNorm": partial(put, "norm", lambda _: nn.LayerNorm(32).double()),
     "RMSNorm with another eps": partial(put, "norm", lambda _: nn.RMSNorm(32, eps=0.1).double()),
+    **{f"wrapper {path}": partial(put, path, Wrapped) for path in ENDS},
     "max_norm": partial(put, "embedding", lambda _: nn.Embedding(64, 32, max_norm=0.5).double()),
     "padding_idx": partial(put, "embedding", lambda _: nn.Embedding(64, 32, padding_idx=3).double()),
     "LoRA on lm_head, embedding": partial(lora, ["lm_head", "embedding"], {}),
