@@ -258,7 +258,7 @@ def test_roles_that_a_template_leaves_out_are_named(tmp_path: Path) -> None:
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}"
     other = ChatTemplate(chat_tokenizer(tmp_path / "strict", strict + CHATML))
     (note,) = template.unused(conversation(3), {})
-    assert note == "with a message of role 'system', which the chat template does not use"
+    assert "role 'system'" in note and "does not use" in note
     for number in (3, 1):  # one that it rejects says nothing of others
         assert not list(other.unused(conversation(number), {}))
 
