@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from boost.errors import ConfigError
 from boost.format import format_count
@@ -59,8 +60,9 @@ def lowrank(
         activation: activation between the factors, "none" or "silu".
         include, exclude: patterns of module names, such as "*.mlp.*" (fnmatch).
 
-    Raises ConfigError if no linear matches, a pattern matches nothing, an argument is invalid, a matching linear has an adapter or
-    hooks, or `include` names a linear with a shared weight. An error leaves the module as it was.
+    Raises ConfigError if no linear matches, a pattern matches nothing, an argument is invalid, DDP or FSDP wraps the module, a
+    matching linear has an adapter, hooks, or a quantized or sharded weight, or `include` names a linear with a shared weight. An
+    error leaves the module as it was.
     """
     _check_unwrapped(module)
     by_pattern = rank if isinstance(rank, Mapping) else {"*": rank}
@@ -87,12 +89,13 @@ def lowrank(
                 raise ConfigError(
                     f"'{name}' {what}, which its factors would not have; attach it after boost.lowrank, or exclude the linear"
                 )
-            kind, dtype = type(linear.weight), linear.weight.dtype
-            has_svd = dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
-            if kind not in (nn.Parameter, torch.Tensor) or not has_svd:
+            weight: Any = linear.weight
+            dtype = weight.dtype
+            is_wide = dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
+            if is_traceable_wrapper_subclass(weight) or not is_wide:  # a wrapper holds other tensors
                 raise ConfigError(
-                    f"'{name}' has a weight of type {kind.__name__} ({dtype}), which has no SVD; factorize before quantizing "
-                    "or sharding, or exclude the linear"
+                    f"'{name}' has a weight of type {type(weight).__name__} ({dtype}); factorize before quantizing or sharding, or "
+                    "exclude the linear"
                 )
             chosen.append((name, linear, r))
     if not chosen:
@@ -140,7 +143,6 @@ def ranks_of(module: nn.Module) -> dict[str, int]:
 def merge_lowrank(module: nn.Module) -> nn.Module:
     """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError if
     there is an activation, because no dense linear is equivalent."""
-    _check_unwrapped(module)
     parts = module.named_modules(remove_duplicate=False)
     found = {name: part for name, part in parts if isinstance(part, LowRankLinear)}
     # All before the first replacement: an error leaves the module as it was.
@@ -195,9 +197,12 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
 
     loader = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
     options |= {"use_safetensors": True, "trust_remote_code": False}
-    model = loader.from_pretrained(path, **options)  # type: ignore[attr-defined]
+    asked = options.pop("output_loading_info", False)
+    model, info = loader.from_pretrained(path, output_loading_info=True, **options)  # type: ignore[attr-defined]
+    if lost := sorted(key for key in info["unexpected_keys"] if key.endswith((".A.weight", ".B.weight"))):
+        raise ConfigError(f"'{path}': {SAVED} does not name {lost[0]!r}; factorize the whole model and save it again")
     model.__class__ = base
-    return model
+    return (model, info) if asked else model
 
 
 def _check_unwrapped(module: nn.Module) -> None:
@@ -221,13 +226,17 @@ def _check_rank(rank: object) -> None:
 
 
 def _record(module: nn.Module, activation: str) -> None:
-    """Writes the ranks to the configuration of a transformers model, also inside a wrapper, so that they are saved with it."""
-    owner = next((part for part in module.modules() if hasattr(type(part), "base_model_prefix")), None)
-    if owner is not None and hasattr(config := getattr(owner, "config", None), "to_dict"):
-        if ranks := ranks_of(owner):
-            setattr(config, SAVED, {"ranks": ranks, "activation": activation})
-        elif hasattr(config, SAVED):
-            delattr(config, SAVED)
+    """Writes the ranks to the configuration of a transformers model, or of each in a wrapper, so that they are saved with it."""
+    owners: list[str] = []
+    for name, part in module.named_modules():
+        if not hasattr(type(part), "base_model_prefix") or name.startswith(tuple(owners)):
+            continue
+        owners.append(f"{name}." if name else "")
+        if hasattr(config := getattr(part, "config", None), "to_dict"):
+            if ranks := ranks_of(part):
+                setattr(config, SAVED, {"ranks": ranks, "activation": activation})
+            elif hasattr(config, SAVED):
+                delattr(config, SAVED)
 
 
 def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:

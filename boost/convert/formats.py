@@ -208,7 +208,8 @@ def read_folder(path: Path) -> Folder:
     rope_type, rope = _rope(content)
     read_of_rope = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
     read_of_rope |= {*_ROPE.values()} if rope_type == "llama3" else set()
-    others = {**content, **{f"rope_parameters.{key}": rope[key] for key in rope.keys() - read_of_rope}}
+    field = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    others = content | {f"{field}.{key}": rope[key] for key in rope.keys() - read_of_rope if rope[key] != 1}
     unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items() if value and key not in read)
     return Folder(
         model,
@@ -306,7 +307,7 @@ def _require_supported(kind: str, content: JsonObject, where: str) -> None:
     for field in ("mlp_bias",) if kind in ("llama", "qwen3", "smollm3") else ("attention_bias", "mlp_bias"):
         if content.get(field):
             raise ConfigError(f"{field} = true in {where} is not supported for {kind!r}; valid value: false")
-    if not content.get("is_causal", True):
+    if content.get("is_causal") not in (None, True):
         raise ConfigError(f"is_causal = false in {where} is not supported (bidirectional attention); valid value: true")
     for field in _NOT_ONE:
         if (value := content.get(field)) not in (None, 1):

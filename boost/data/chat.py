@@ -267,8 +267,8 @@ class ChatTemplate:
                     is_rejected &= not text
                     if "boost_probe" in text and not any(written in text for written in (str(part), json.dumps(part))):
                         read.append(form)
-            if is_rejected:  # for another reason
-                return ("text",)
+            if not read:  # rejected for another reason, or not shown in this conversation
+                return ("text",) if is_rejected else ()
             self._content_forms[source, role] = tuple(read)
         return self._content_forms[source, role]
 

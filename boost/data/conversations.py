@@ -170,7 +170,7 @@ def _message(message: object, role: str, content: str) -> JsonObject:
         others["weight"] = 0
     if other := {"role", "content"} & others.keys():
         raise Malformed(f"with both {role!r} and {min(other)!r} in a message")
-    if "tool_calls" not in others and (call := others.pop("function_call", None)):  # the older form of one tool call
+    if not others.get("tool_calls") and (call := others.pop("function_call", None)):  # the older form of one tool call
         others["tool_calls"] = [{"type": "function", "function": call}]
     calls = others.get("tool_calls")
     if isinstance(calls, str) and calls:

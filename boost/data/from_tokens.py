@@ -13,6 +13,7 @@ also no longer match if another tool rewrote linked files.
 
 import json
 import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLMC_HEADER_BYTES = 1024
 _LLMC_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-_FOREIGN = {b"LITPKDS": "LitGPT", b"\x93NUMPY": "NumPy", b"PK\x03\x04": "torch.save or NumPy"}
+_FOREIGN = {b"LITPKDS": "LitGPT", b"\x93NUMPY": "NumPy"}
 """Formats of arrays that other tools may store in .bin files, by their first bytes."""
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 
@@ -127,8 +128,11 @@ def _open_raw(path: Path, dtype: str, split: str | None) -> TokenFile:
             raise DataError(f"{path}: {size} bytes do not hold the {header[2]} ids of its header; copy the file again")
         return TokenFile(path, kind, split, header=_LLMC_HEADER_BYTES // kind.itemsize)
     owner = next((name for magic, name in _FOREIGN.items() if header.tobytes().startswith(magic)), "")
-    if path.name.startswith("chunk-") and path.with_name("index.json").is_file():
+    index = path.with_name("index.json")
+    if path.name.startswith("chunk-") and index.is_file() and b'"chunks"' in index.read_bytes():
         owner = "LitData"
+    if header.tobytes().startswith(b"PK") and zipfile.is_zipfile(path):
+        owner = "torch.save or NumPy"
     if owner:
         raise DataError(
             f"{path}: a file of {owner}, whose header is not ids; write the ids alone, as NumPy's tofile does"

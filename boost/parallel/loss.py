@@ -69,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
             mine_N = (targets_N >= first) & (targets_N < first + w_VD.shape[0])
             counted_N = targets_N != IGNORED
             logsumexp_N, target_N = _whole_vocabulary(logits_NV, local_N, mine_N, axis)
-            total += ((logsumexp_N - target_N) * counted_N).sum()
+            total = total + ((logsumexp_N - target_N) * counted_N).sum()
             if dx_TD is None or dw_VD is None:
                 continue
             d_NV = logit_gradient(logits_NV, logsumexp_N, local_N, mine_N, counted_N)

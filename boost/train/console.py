@@ -32,7 +32,7 @@ class ConsoleHook(Hook):
 
     def __init__(self, terminal: RichConsole | None = None) -> None:
         """`terminal`: by default, stdout."""
-        self._terminal = terminal or RichConsole()
+        self._terminal = terminal
         self._first: int | None = None
         """The first step of this run; None before it starts."""
         self._bar: Progress | None = None
@@ -41,9 +41,12 @@ class ConsoleHook(Hook):
 
     def on_train_start(self, trainer: Trainer) -> None:
         done, total = trainer.position.step, trainer.config.train.steps
-        self._first = done + 1
-        if self._terminal.is_terminal:
-            self._bar = make_bar(self._terminal)
+        self._first, self._timed = done + 1, None
+        terminal = (
+            self._terminal or RichConsole()
+        )  # not earlier: a process that takes over the run gets its stdout only then
+        if terminal.is_terminal:
+            self._bar = make_bar(terminal)
             self._task = self._bar.add_task("train", total=total, completed=done, stats="")
             self._bar.start()
             live_bars.append(self._bar)
@@ -58,7 +61,7 @@ class ConsoleHook(Hook):
                 self._note(step_line(metrics, total, eta))
             return
         # Shorter than `step_line`: shows memory and MFU only if the terminal is wide enough.
-        width = self._terminal.width
+        width = self._bar.console.width
         name = "loss" if metrics.cross_entropy is None else "distillation loss"
         words = [f"{name} {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
         words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH and not math.isnan(metrics.mfu))

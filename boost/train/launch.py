@@ -240,9 +240,13 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
         sys.warnoptions.append("ignore:resource_tracker")
         resource_tracker.ensure_running()  # otherwise the first spawn starts it and unblocks signals on this thread
     before = {number: signal.signal(number, forward) for number in caught_signals()}
+    mask = signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, caught_signals()
+    )  # they may be blocked where this process was started
     try:
         yield signals
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

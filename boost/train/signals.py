@@ -76,14 +76,13 @@ class StopRequest:
             raise StoppedError(cls._open.name)
 
     def __enter__(self) -> "StopRequest":
-        if StopRequest._open is not None:
-            return StopRequest._open
-        StopRequest._open = self
-        caught = caught_signals()
-        for number in caught:
-            self._previous[number] = signal.signal(number, self._record)
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
-        return self
+        request, caught = StopRequest._open or self, caught_signals()
+        # Inside another one, too: a hook or a library may have installed its own handlers in between.
+        previous = {number: signal.signal(number, request._record) for number in caught}
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+        if request is self:
+            self._previous, self._mask, StopRequest._open = previous, mask, self
+        return request
 
     def __exit__(self, *_: object) -> None:
         if StopRequest._open is not self:

@@ -162,6 +162,21 @@ def test_ranks_are_those_of_the_model_that_is_saved(way: str, tmp_path: Path, tr
     assert torch.equal(again(tokens)[0], saved(tokens)[0]) and ranks_of(again) == ranks_of(saved)
 
 
+def test_every_model_in_a_wrapper_has_its_ranks(transformers: Any) -> None:
+    both: Any = nn.ModuleList(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)) for _ in range(2))
+    boost.lowrank(both, 8)
+    assert [part.config.boost_lowrank["ranks"] for part in both] == [ranks_of(part) for part in both]
+
+
+def test_factors_that_no_rank_names_are_refused(tmp_path: Path, transformers: Any) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    boost.lowrank(model, 8, include="lm_head")
+    boost.lowrank(model.model, 8)  # the record of the head is lost
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="does not name 'lm_head.A.weight'; factorize the whole model"):
+        boost.load_lowrank(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_quantized_weights_are_refused(dtype: torch.dtype) -> None:
     model = mlp()

@@ -536,7 +536,7 @@ def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
     )
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
     fields = (
-        'attention_dropout = 0.1, auto_map = {"AutoModelForCausalLM": "modeling_own.Own"}, rope_parameters.factor = 4.0'
+        'attention_dropout = 0.1, auto_map = {"AutoModelForCausalLM": "modeling_own.Own"}, rope_scaling.factor = 4.0'
     )
     assert note.endswith(f"fields of config.json: {fields}")
 

@@ -130,6 +130,9 @@ def test_every_field_of_a_record_is_used_or_named() -> None:
     assert conversation_of(twice).unused == ["system", "functions"]
     calls = {"tool_calls": [{"function": {"name": "f"}}], "function_call": {"name": "g"}}
     assert conversation_of({"messages": [USER, {**ANSWER, **calls}]}).messages[1] == {**ANSWER, **calls}
+    older = {"tool_calls": [], "function_call": {"name": "g"}}  # tables fill columns
+    (call,) = conversation_of({"messages": [USER, {**ANSWER, **older}]}).messages[1]["tool_calls"]
+    assert call["function"]["name"] == "g"
 
 
 RECORDS = [{"messages": [said("user", f"question {i}"), said("assistant", f"answer {i}")]} for i in range(5)]

@@ -318,7 +318,7 @@ def test_arrays_of_other_tools_are_named(tmp_path):
                     np.savez(file, ids)
                 case "LitData":
                     file.write(struct.pack("<III", 1, 12, 140) + ids.tobytes())
-                    (tmp_path / "index.json").write_text("{}")
+                    (tmp_path / "index.json").write_text('{"chunks": []}')
         with pytest.raises(DataError, match=f"a file of {name}, whose header is not ids"):
             open_token_files(path, "uint16")
 

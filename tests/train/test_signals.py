@@ -112,6 +112,31 @@ def test_what_arrived_before_an_inner_request_is_known_inside_and_what_arrived_i
             assert second.name == "SIGTERM"
 
 
+def test_an_inner_request_catches_signals_again_after_someone_else_did() -> None:
+    with StopRequest() as outer:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with StopRequest():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.requested
+
+
+def test_a_request_that_cannot_open_leaves_no_trace() -> None:
+    """Handlers belong to the main thread."""
+    errors: list[BaseException] = []
+
+    def enter() -> None:
+        with pytest.raises(ValueError, match="main thread") as failed, StopRequest():
+            pass
+        errors.append(failed.value)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    with StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert errors and request.requested
+
+
 def test_a_signal_that_was_held_back_is_delivered_to_the_request() -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

@@ -1,0 +1,1 @@
+"""Runtimes of the layouts in `boost.config.layouts`, one file each."""
