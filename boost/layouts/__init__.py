@@ -1,1 +1,0 @@
-"""Runtimes of the layouts in `boost.config.layouts`, one file each."""
