@@ -142,7 +142,8 @@ def ranks_of(module: nn.Module) -> dict[str, int]:
 
 def merge_lowrank(module: nn.Module) -> nn.Module:
     """Replaces every `LowRankLinear` inside `module` with the dense linear W = B A, in place, and returns it. Raises ConfigError if
-    there is an activation, because no dense linear is equivalent."""
+    there is an activation, because no dense linear is equivalent, or if DDP or FSDP wraps the module."""
+    _check_unwrapped(module)
     parts = module.named_modules(remove_duplicate=False)
     found = {name: part for name, part in parts if isinstance(part, LowRankLinear)}
     # All before the first replacement: an error leaves the module as it was.

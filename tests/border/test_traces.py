@@ -44,8 +44,8 @@ def drawn(draw: random.Random) -> Config:
             model |= {"rank": draw.choice([16, 20, 32]), "ranks": draw.choice([{}, {"attn.q": 8, "mlp.up": 24}])}
         if family == "lax":
             model |= {"over": draw.choice(["svd", "cola"]), "gate": draw.choice(["identity", "tensor", "dense"])}
-        parallel = draw.choice([{"layout": "single"}, *(DENSE_LAYOUTS if family == "dense" else LOW_RANK_LAYOUTS)])
-        parallel |= {"grouping": draw.random() < 0.7, "overlap": draw.choice(["none", "halves"])}
+        layout = draw.choice([{"layout": "single"}, *(DENSE_LAYOUTS if family == "dense" else LOW_RANK_LAYOUTS)])
+        parallel = {**layout, "grouping": draw.random() < 0.7, "overlap": draw.choice(["none", "halves"])}
         parallel |= {"tp": draw.choice([1, 2, 4]), "cp": draw.choice([1, 2, 4])}
         train = {
             "seq_len": draw.choice([12, 16, 24, 64]), "micro_batch": micro_batch, "global_batch": micro_batch * draw.randint(1, 2),
