@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from boost.config.architecture import parameter_count
+from boost.config.schema import ModelConfig
 from boost.convert.formats import MODELING_FILE, Form, class_name, config_json, entries, form_of, model_type
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, merged_generation_config, template_files, tokenizer_files
@@ -77,21 +78,39 @@ def export(
         temporary.rename(out.resolve())
     files = len(set(weight_map.values()))
     has_tokenizer = (out / "tokenizer.json").is_file()
-    notes = []
-    if form == "merged":
-        notes.append(
-            f"the factors are merged into dense linears: {writer.parameters:,} parameters instead of {parameter_count(model):,}; "
-            "--no-merge (merge=False) keeps them"
-        )
-    if form in ("llama", "merged") and not model.mlp_silu:
-        own = "; --no-merge writes our own format instead" if form == "merged" else ""
-        notes.append(
-            'model.mlp_silu = false is exported as hidden_act = "linear", which transformers computes; MLX-LM and CTranslate2 '
-            f"ignore it and compute another function, and vLLM refuses it{own}"
-        )
+    notes = list(_notes(model, form, writer.parameters))
     return Exported(
         out, form, class_name(model, form), writer.parameters, writer.total_bytes, files, stored, has_tokenizer, notes
     )
+
+
+def _notes(model: ModelConfig, form: Form, parameters: int) -> Iterator[str]:
+    """What an export changes, and which software computes another function than transformers (llama.cpp: that of llama-cpp-python
+    0.3.36, whose converter and runtime were compared on random models)."""
+    if form == "merged":
+        yield (
+            f"the factors are merged into dense linears: {parameters:,} parameters instead of {parameter_count(model):,}; "
+            "--no-merge (merge=False) keeps them"
+        )
+    if form not in ("llama", "merged"):
+        return
+    if not model.mlp_silu:
+        own = "; --no-merge writes our own format instead" if form == "merged" else ""
+        yield (
+            'model.mlp_silu = false is exported as hidden_act = "linear", which transformers computes; MLX-LM, CTranslate2 and '
+            f"llama.cpp ignore it and compute another function, and vLLM refuses it{own}"
+        )
+    name = class_name(model, form)
+    if model.rope_factor != 1 and name != "LlamaForCausalLM":
+        yield (
+            f"llama.cpp ignores model.rope_factor = {model.rope_factor:g} in a {name}, or refuses the model; transformers and "
+            "MLX-LM compute it"
+        )
+    if model.nope_layers and list(model.nope_layers) != list(range(3, model.layers, 4)):
+        yield (
+            f"llama.cpp leaves out RoPE in every fourth layer of a {name}, not in model.nope_layers = "
+            f"{list(model.nope_layers)}; transformers and MLX-LM compute it"
+        )
 
 
 def _texts(

@@ -302,8 +302,28 @@ def test_what_an_export_changes_is_said(tmp_path: Path, store: Path) -> None:
     kept = export(open_checkpoint(path), tmp_path / "kept", None, False, GB)
     merged, act = done.notes
     assert f"{done.parameters:,} parameters instead of {kept.parameters:,}; --no-merge (merge=False) keeps" in merged
-    assert "MLX-LM and CTranslate2 ignore it" in act and "vLLM refuses it; --no-merge" in act
+    assert "llama.cpp ignore it" in act and "vLLM refuses it; --no-merge" in act
     assert kept.notes == []
+
+
+@pytest.mark.parametrize(
+    ("model", "noted"),
+    [
+        ({"qk_norm": True, "rope_factor": 8.0}, "rope_factor = 8 in a Qwen3"),
+        ({"attn_bias": "qkv", "rope_factor": 8.0}, "rope_factor = 8 in a Qwen2"),
+        ({"nope_layers": [0], "layers": 4}, "nope_layers = [0]"),
+        ({"nope_layers": [3], "layers": 4}, ""),
+        ({"rope_factor": 8.0}, ""),
+        ({"qk_norm": True}, ""),
+    ],
+)
+def test_what_llama_cpp_computes_differently_is_said(
+    model: dict[str, Any], noted: str, tmp_path: Path, store: Path
+) -> None:
+    """As compared with llama.cpp itself; its converter is in no package."""
+    path = save(tmp_path / "c", toy.toy_config("float32", model={"family": "dense"} | model), store / "tokenizer.json")
+    notes = export(open_checkpoint(path), tmp_path / "out", None, True, GB).notes
+    assert len(notes) == bool(noted) and all("llama.cpp" in note and noted in note for note in notes)
 
 
 @pytest.mark.parametrize("case", ["lax-tensor", "cola"])
