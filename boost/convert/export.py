@@ -1,5 +1,6 @@
 """Exports a checkpoint as a Hugging Face folder. Streams the weights: memory holds at most one output file and one linear."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from boost.config.schema import ModelConfig
 from boost.convert.formats import MODELING_FILE, Form, class_name, config_json, entries, form_of, model_type
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, merged_generation_config, template_files, tokenizer_files
+from boost.data.tokenizer import by_transformers, encodes_alike, parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.paths import read_text
@@ -20,6 +22,9 @@ from boost.text import JsonObject, printable
 from boost.train.checkpoint import HUB, Checkpoint, WeightReader
 from boost.train.progress import progress
 from boost.version import __version__
+
+_STOCK = ("llama", "merged")
+"""Forms that classes of transformers load."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,14 @@ def export(
     files = len(set(weight_map.values()))
     has_tokenizer = (out / "tokenizer.json").is_file()
     notes = list(_notes(model, form, writer.parameters))
+    if has_tokenizer and form in _STOCK:
+        with contextlib.suppress(ImportError):
+            owner = by_transformers(out)
+            if not encodes_alike(owner.backend_tokenizer, parse_tokenizer(read_text(out / "tokenizer.json"))):
+                notes.append(
+                    f"AutoTokenizer loads the tokenizer of {class_name(model, form)} as {type(owner).__name__}, which encodes text "
+                    f"differently; load it with PreTrainedTokenizerFast.from_pretrained({json.dumps(str(out))})"
+                )
     return Exported(
         out, form, class_name(model, form), writer.parameters, writer.total_bytes, files, stored, has_tokenizer, notes
     )

@@ -23,6 +23,8 @@ FILE = "tokenizer.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files of transformers that can override a tokenizer.json."""
 END_OF_TEXT = "<|endoftext|>"
+PROBE = "It's 2023: x = [1234567, 'a_b']\n\n  \u00e9te\u0301 \u65e5\u672c\u8a9e\t\tOK!"
+"""Text that tokenizers split in many ways: digits, contractions, punctuation, white space, an accent in two forms, CJK."""
 # All 256 bytes and the end-of-document token: the smallest lossless byte-level vocabulary.
 MIN_VOCAB = 257
 # In order of preference: some tokenizers have more than one of them.
@@ -86,13 +88,15 @@ def load_tokenizer(spec: str | Path, notes: list[str] | None = None) -> "Tokeniz
     found: list[str] = []
     if path.is_file():
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = file = Tokenizer.from_file(str(path))
         except Exception as error:
             # The Rust side raises a plain Exception for anything it cannot parse.
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: {_first_line(error)}") from error
         if settings := [name for name in SETTINGS if (path.parent / name).is_file() and folder == path.parent]:
             try:
-                tokenizer = _with_settings(tokenizer, by_transformers(folder))
+                owner = by_transformers(folder)
+                tokenizer = _with_settings(file, owner)
+                found += [] if tokenizer is file or encodes_alike(file, tokenizer) else [_class_note(owner)]
             except ImportError:
                 found.append(f"{settings[0]} of the tokenizer not applied; that needs: pip install transformers")
         tokenizer = _as_plain_encoder(tokenizer, found)
@@ -142,7 +146,28 @@ def _with_settings(file: "Tokenizer", owner: "PreTrainedTokenizerFast") -> "Toke
     for token in theirs["added_tokens"]:
         with_special, without = (owner.backend_tokenizer.decode([token["id"]], skip) for skip in (False, True))
         token["special"] = token["special"] or bool(with_special and not without)
-    return file if theirs == ours else parse_tokenizer(json.dumps(theirs))
+    return file if theirs == ours else type(file).from_str(json.dumps(theirs))
+
+
+def encodes_alike(one: "Tokenizer", other: "Tokenizer") -> bool:
+    """Whether two tokenizers give text the same tokens. Some classes of transformers replace the rules of a tokenizer.json, which
+    the model was trained with, by their own."""
+
+    def probed(tokenizer: "Tokenizer") -> list[int] | None:
+        try:
+            ids: list[int] = parse_tokenizer(tokenizer.to_str()).encode(PROBE, add_special_tokens=False).ids
+        except Exception:  # the Rust side raises a plain Exception for text that a vocabulary lacks
+            return None
+        return ids
+
+    return probed(one) == probed(other)
+
+
+def _class_note(owner: "PreTrainedTokenizerFast") -> str:
+    return (
+        f"transformers loads this tokenizer as {type(owner).__name__}, which encodes text differently from its tokenizer.json; to "
+        "use tokenizer.json as it is, copy it to another folder without the other files"
+    )
 
 
 def _from_hub(name: str, notes: list[str]) -> "Tokenizer":
@@ -153,7 +178,10 @@ def _from_hub(name: str, notes: list[str]) -> "Tokenizer":
     try:
         with quiet_hub():
             try:
-                tokenizer: Tokenizer = by_transformers(name).backend_tokenizer
+                owner = by_transformers(name)
+                tokenizer: Tokenizer = owner.backend_tokenizer
+                with suppress(Exception):  # not every repository has a tokenizer.json
+                    notes += [] if encodes_alike(Tokenizer.from_pretrained(name), tokenizer) else [_class_note(owner)]
                 return tokenizer
             except ImportError:
                 notes.append(f"settings of the tokenizer {name} not applied; that needs: pip install transformers")

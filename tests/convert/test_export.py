@@ -323,7 +323,24 @@ def test_what_llama_cpp_computes_differently_is_said(
     """As compared with llama.cpp itself; its converter is in no package."""
     path = save(tmp_path / "c", toy.toy_config("float32", model={"family": "dense"} | model), store / "tokenizer.json")
     notes = export(open_checkpoint(path), tmp_path / "out", None, True, GB).notes
-    assert len(notes) == bool(noted) and all("llama.cpp" in note and noted in note for note in notes)
+    notes = [note for note in notes if "llama.cpp" in note]
+    assert len(notes) == bool(noted) and all(noted in note for note in notes)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "dense"])
+def test_a_tokenizer_that_transformers_would_change_is_named(
+    case: str, tmp_path: Path, store: Path, transformers: Any
+) -> None:
+    path = save(tmp_path / "c", toy.toy_config("float32", model=CASES[case][0]), store / "tokenizer.json")
+    notes = export(open_checkpoint(path), tmp_path / "out", None, True, GB).notes
+    text = "cafe\u0301"  # in NFC, one character less
+    expected = Tokenizer.from_file(str(store / "tokenizer.json")).encode(text).ids
+    auto, plain = (
+        getattr(transformers, kind).from_pretrained(tmp_path / "out")(text).input_ids
+        for kind in ("AutoTokenizer", "PreTrainedTokenizerFast")
+    )
+    assert plain == expected and (auto != expected) == bool(notes) == (case == "qwen2")
+    assert all("load it with PreTrainedTokenizerFast" in note for note in notes)
 
 
 @pytest.mark.parametrize("case", ["lax-tensor", "cola"])

@@ -138,6 +138,10 @@ def test_dropout_is_off(tmp_path):
     assert {tuple(tokenizer.encode("ab").ids) for _ in range(40)} == {(2,)}
     (note,) = notes
     assert note.startswith("the tokenizer's dropout of 0.5 is off, so that")
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3": {"content": "<x>"}}}')
+    tk.load_tokenizer(tmp_path, notes)
+    assert notes == [note, note], "also if settings change the tokenizer"
+    (tmp_path / "tokenizer_config.json").unlink()
     with pytest.warns(UserWarning, match=r"dropout of 0\.5 is off"):
         tk.load_tokenizer(tmp_path / "tokenizer.json")
     assert '"dropout":null' in tokenizer.to_str()
@@ -151,6 +155,17 @@ def test_settings_without_transformers_are_noted(tmp_path, monkeypatch):
     tk.load_tokenizer(tmp_path, notes)
     (note,) = notes
     assert note.startswith("tokenizer_config.json ") and note.endswith("pip install transformers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_a_class_with_other_rules_than_the_file_is_noted(kind, trained, tmp_path):
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    notes: list[str] = []
+    ids = tk.load_tokenizer(tmp_path, notes).encode("x_1 is 2023").ids
+    assert (ids != trained.encode("x_1 is 2023").ids) == (kind == "Qwen2Tokenizer") == bool(notes)
+    assert all(f"loads this tokenizer as {kind}" in note for note in notes)
 
 
 @pytest.mark.slow
