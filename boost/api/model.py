@@ -20,7 +20,7 @@ from boost.config import Config
 from boost.config.architecture import Parameter
 from boost.config.load import as_config, change, from_tree, read_source
 from boost.convert.export import export
-from boost.convert.importing import CheckpointWeights, FolderWeights, beyond_embedding, tokenizer_data, weights_config
+from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, vocabulary_notes, weights_config
 from boost.convert.tensors import TensorWriter, Weights, dtype_name
 from boost.convert.vocabulary import end_tokens, read_vocabulary
 from boost.data.tokenizer import PlainText, continuation, parse_tokenizer
@@ -111,7 +111,7 @@ class Model(nn.Module):
         fill(decoder, read)
         vocabulary = read_vocabulary(weights.tokenizer) if weights.tokenizer is not None else None
         nonfinite = [f"{len(broken)} tensors have NaN or infinite values, such as {broken[0]}"] if broken else []
-        for note in (*weights.notes, *nonfinite, *beyond_embedding(vocabulary, weights.model)):
+        for note in (*weights.notes, *nonfinite, *vocabulary_notes(vocabulary, weights)):
             warnings.warn(note, stacklevel=3)
         data = tokenizer_data(weights, vocabulary)
         config = weights_config(weights.model.model_dump(), dtype_name(dtype), weights.context)

@@ -202,23 +202,20 @@ def read_folder(path: Path) -> Folder:
         for value in (content.get(name), generation.get(name)):
             first = value[0] if isinstance(value, list) and value else value
             if isinstance(first, int) and not isinstance(first, bool):
-                return first
+                if 0 <= first < model.vocab_size:
+                    return first
+                others[name] = first
         return None
 
     rope_type, rope = _rope(content)
     read_of_rope = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
     read_of_rope |= {*_ROPE.values()} if rope_type == "llama3" else set()
     field = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    others = content | {f"{field}.{key}": rope[key] for key in rope.keys() - read_of_rope if rope[key] != 1}
-    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items() if value and key not in read)
-    return Folder(
-        model,
-        "llama" if kind in _DEFAULTS else kind,
-        context,
-        token("eos_token_id"),
-        token("bos_token_id"),
-        unused,
-    )
+    others = {key: value for key, value in content.items() if key not in read}
+    others |= {f"{field}.{key}": rope[key] for key in rope.keys() - read_of_rope if rope[key] != 1}
+    eos, bos = token("eos_token_id"), token("bos_token_id")
+    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items() if value)
+    return Folder(model, "llama" if kind in _DEFAULTS else kind, context, eos, bos, unused)
 
 
 def read_json(path: Path, advice: str) -> JsonObject:

@@ -16,7 +16,14 @@ from boost.convert.compress import CompressedWeights, Compression
 from boost.convert.formats import entries, read_folder
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, Weights, dtype_name
-from boost.convert.vocabulary import BOS, Vocabulary, is_unused, read_generation_settings, read_vocabulary
+from boost.convert.vocabulary import (
+    BOS,
+    Vocabulary,
+    end_tokens,
+    is_unused,
+    read_generation_settings,
+    read_vocabulary,
+)
 from boost.data.tokenizer import parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
@@ -183,7 +190,7 @@ def _convert(
     vocabulary = None
     if (path := tokenizer or weights.tokenizer) is not None:
         vocabulary = read_vocabulary(path)
-    notes = [*weights.notes, *beyond_embedding(vocabulary, weights.model)]
+    notes = [*weights.notes, *vocabulary_notes(vocabulary, weights)]
     stored = weights.dtype
     if stored not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ConfigError(
@@ -233,16 +240,24 @@ def _convert(
     )
 
 
-def beyond_embedding(vocabulary: Vocabulary | None, model: ModelConfig) -> list[str]:
-    """Returns a note if the tokenizer has tokens for which the embedding has no row."""
-    largest = max(parse_tokenizer(vocabulary.json).get_vocab().values(), default=0) if vocabulary else 0
-    if largest < model.vocab_size:
+def vocabulary_notes(vocabulary: Vocabulary | None, weights: Weights) -> list[str]:
+    """How the tokenizer differs from what transformers makes of it, from the embedding, and from the tokens that end a text."""
+    if vocabulary is None:
         return []
-    return [
-        f"the tokenizer has token ids up to {largest}, but the embedding has {model.vocab_size} rows, so text with the tokens from "
-        f"{model.vocab_size} on cannot be used; add rows in transformers and import again: "
-        f"model.resize_token_embeddings({largest + 1}); model.save_pretrained(PATH)"
-    ]
+    rows, notes = weights.model.vocab_size, [*vocabulary.notes]
+    if (largest := max(parse_tokenizer(vocabulary.json).get_vocab().values(), default=0)) >= rows:
+        notes.append(
+            f"the tokenizer has token ids up to {largest}, but the embedding has {rows} rows, so text with the tokens from "
+            f"{rows} on cannot be used; add rows in transformers and import again: "
+            f"model.resize_token_embeddings({largest + 1}); model.save_pretrained(PATH)"
+        )
+    ends = end_tokens({"eos": weights.eos, HUB: weights.hub})
+    if ends and vocabulary.eos not in (None, *ends):
+        notes.append(
+            f"the tokenizer's end token has id {vocabulary.eos}, but generation ends only at {', '.join(map(str, ends))}, as in "
+            f"transformers; to end at both, add {vocabulary.eos} to eos_token_id in generation_config.json"
+        )
+    return notes
 
 
 def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> JsonObject:

@@ -58,6 +58,8 @@ class Vocabulary:
     """Id of the token that the tokenizer prepends to every text, regardless of the bos_token that its folder names."""
     hub: JsonObject = field(default_factory=dict)
     """Other settings, if the folder has them: `tokenizer` (special tokens), `chat_templates`."""
+    notes: list[str] = field(default_factory=list)
+    """How transformers reads the tokenizer differently from its tokenizer.json."""
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
@@ -65,7 +67,8 @@ def read_vocabulary(path: Path) -> Vocabulary:
     folder = path if path.is_dir() else path.parent
     config = read_json(folder / "tokenizer_config.json", "fix or remove it")
     templates = _templates(folder, config)
-    tokenizer = load_tokenizer(path.resolve())
+    notes: list[str] = []
+    tokenizer = load_tokenizer(path.resolve(), notes)
     text = tokenizer.to_str()
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     with_special = tokenizer.encode("a").ids
@@ -99,7 +102,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
     special = {key: value for key, value in (legacy | config).items() if key in _TOKENIZER_KEYS}
     settings = {"tokenizer": special, "chat_templates": templates}
     hub = {key: value for key, value in settings.items() if value}
-    return Vocabulary(text, tokenizer_fingerprint(text), eos, start, hub)
+    return Vocabulary(text, tokenizer_fingerprint(text), eos, start, hub, notes)
 
 
 def tokenizer_files(

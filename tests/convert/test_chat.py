@@ -173,7 +173,7 @@ def test_a_folder_saved_again_keeps_its_tokenizer(
 def test_a_folder_where_only_the_model_was_saved_again(
     tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    llama_folder(tmp_path / "theirs", vocab_size=300)
+    llama_folder(tmp_path / "theirs", vocab_size=300, eos_token_id=0)
     code, _, err = say(capsys, "import", str(tmp_path / "theirs"), "--out", str(tmp_path / "a"))
     assert (code, err.count("\n")) == (0, 1)
     assert "has no tokenizer.json" in err

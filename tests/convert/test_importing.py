@@ -541,6 +541,27 @@ def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
     assert note.endswith(f"fields of config.json: {fields}")
 
 
+@pytest.mark.parametrize("token", [-1, 64, [64]])
+def test_an_end_token_without_a_row_is_named_and_not_used(token: Any, tmp_path: Path) -> None:
+    llama_folder(tmp_path / "theirs", eos_token_id=token)
+    (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
+    assert f"eos_token_id = {str(token).strip('[]')}" in note
+    assert open_checkpoint(tmp_path / "out").data["eos"] is None
+
+
+def test_an_end_token_at_which_generation_does_not_end_is_named(tmp_path: Path, store: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    size = tokenizer.get_vocab_size()
+    llama_folder(tmp_path / "theirs", vocab_size=size, eos_token_id=0)
+    tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
+    assert f"end token has id {size - 1}, but generation ends only at 0" in note
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, size - 1]}))
+    assert bring(tmp_path / "theirs", tmp_path / "both").notes == []
+
+
 def test_generation_settings_that_are_not_used_are_named(tmp_path: Path) -> None:
     llama_folder(tmp_path / "theirs")
     settings = {
@@ -576,7 +597,7 @@ def test_weights_that_are_not_finite_are_counted_and_refused(value: float, tmp_p
 def test_a_tokenizer_larger_than_the_embedding_is_named(tmp_path: Path, store: Path) -> None:
     tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
-    llama_folder(tmp_path / "theirs", vocab_size=size)
+    llama_folder(tmp_path / "theirs", vocab_size=size, eos_token_id=0)
     tokenizer.add_special_tokens(["<pad>"])
     tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
