@@ -97,6 +97,8 @@ def lowrank(
                     f"'{name}' has a weight of type {type(weight).__name__} ({dtype}); factorize before quantizing or sharding, or "
                     "exclude the linear"
                 )
+            if init == "svd" and not weight.is_meta and not weight.isfinite().all():
+                raise ConfigError(f"'{name}' has NaN or infinite weights; repair them, or exclude the linear")
             chosen.append((name, linear, r))
     if not chosen:
         why = "no replaceable linear matches these patterns"
@@ -200,8 +202,10 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
     options |= {"use_safetensors": True, "trust_remote_code": False}
     asked = options.pop("output_loading_info", False)
     model, info = loader.from_pretrained(path, output_loading_info=True, **options)  # type: ignore[attr-defined]
-    if lost := sorted(key for key in info["unexpected_keys"] if key.endswith((".A.weight", ".B.weight"))):
-        raise ConfigError(f"'{path}': {SAVED} does not name {lost[0]!r}; factorize the whole model and save it again")
+    # Modules may have been replaced after they were factorized, also by a load that does not know factors.
+    for kind, what in (("unexpected_keys", "does not name"), ("missing_keys", "names a module without")):
+        if lost := sorted(key for key in info[kind] if key.endswith((".A.weight", ".B.weight"))):
+            raise ConfigError(f"'{path}': {SAVED} {what} {lost[0]!r}; factorize the whole model and save it again")
     model.__class__ = base
     return (model, info) if asked else model
 

@@ -177,6 +177,23 @@ def test_factors_that_no_rank_names_are_refused(tmp_path: Path, transformers: An
         boost.load_lowrank(tmp_path)
 
 
+def test_a_module_that_is_no_longer_factors_is_refused(tmp_path: Path, transformers: Any) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    boost.lowrank(model, 8)
+    model.model.layers[0].mlp.up_proj = nn.Linear(32, 64, bias=False)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"names a module without 'model\.layers\.0\.mlp\.up_proj\.A\.weight'"):
+        boost.load_lowrank(tmp_path)
+
+
+def test_weights_that_are_not_finite_have_no_svd() -> None:
+    model = mlp()
+    model[0].weight.data[3, 1] = float("nan")
+    with pytest.raises(ConfigError, match="'0' has NaN or infinite weights"):
+        boost.lowrank(model, 2)
+    assert boost.lowrank(model, 2, init="random")(torch.ones(1, 16)).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_quantized_weights_are_refused(dtype: torch.dtype) -> None:
     model = mlp()
