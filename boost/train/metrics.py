@@ -105,7 +105,7 @@ class EventFile:
         from tensorboard.compat.proto.event_pb2 import SessionLog  # takes a second
 
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_event_files)}"
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_event_files):06}"
         self._file = open(folder / name, "xb", buffering=0)  # noqa: SIM115 - closed by close()
         self.add(0, file_version="brain.Event:2")
         if purge_step is not None:
@@ -202,6 +202,8 @@ class MetricsHook(Hook):
                 run_id = run.tracker_id(module.__name__, os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
                 where = {"project": config.run.project, "name": run.path.resolve().name, "dir": str(run.path)}
                 module.init(config=config.model_dump(), resume="allow", id=run_id, **where)
+                # W&B drops what is logged for an earlier step than its last one: the steps that a run repeats.
+                module.define_metric("*", step_metric="step")
                 self._trackers.append(module)
         return damaged
 
@@ -215,7 +217,7 @@ class MetricsHook(Hook):
         self._draw(metrics.step, scalars=named)
         for tracker in self._trackers:
             with best_effort(f"log to {tracker.__name__}", self._warn):
-                tracker.log(named, step=metrics.step)
+                tracker.log({**named, "step": metrics.step})
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         self.write(event.metrics)
@@ -244,8 +246,11 @@ class MetricsHook(Hook):
             self._draw(end.step, summary=success)
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
-        """Drops the lines for steps that will be repeated."""
+        """Drops the lines for steps that will be repeated; TensorBoard hides the events for them from a new file on."""
         if self._run is not None:
+            if self._board is not None:
+                self._board.close()
+            self._board, self._purge = None, event.step + 1
             with best_effort("write metrics.jsonl", self._warn):
                 try:
                     self._file.close()

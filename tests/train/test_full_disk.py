@@ -94,8 +94,10 @@ def test_a_tracker_that_fails_is_left_out(store: Path, tmp_path: Path, monkeypat
     class Broken:
         __name__ = "wandb"
 
-        def init(self, **_: Any) -> None:
+        def init(self, *_: Any, **__: Any) -> None:
             pass
+
+        define_metric = init
 
         def log(self, *_: Any, **__: Any) -> None:
             raise ConnectionError("no network")

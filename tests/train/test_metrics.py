@@ -19,7 +19,7 @@ from boost.errors import ConfigError, DataError, StorageError
 from boost.measure.run_record import read_run
 from boost.train import best_effort
 from boost.train.checkpoint import Position
-from boost.train.events import EvalMetrics, SampleEnd, StepMetrics, TrainResult
+from boost.train.events import EvalMetrics, Rollback, SampleEnd, StepMetrics, TrainResult
 from boost.train.metrics import KINDS, MetricsHook, RunEnd, read_metrics, truncate_metrics
 from boost.train.rundir import RunDirectory
 
@@ -201,8 +201,14 @@ class FakeTracker(types.ModuleType):
     ) -> None:
         self.calls.append(("init", project, name, config["model"]["family"], resume, id, dir))
 
-    def log(self, values: dict[str, Any], *, step: int) -> None:
-        self.calls.append(("log", values, step))
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.axis = name, step_metric
+
+    def log(self, values: dict[str, Any], *, step: int | None = None) -> None:
+        """As in W&B, a step that is not given is one more than the last, and an earlier one than the last is dropped."""
+        last = max((call[2] for call in self.calls if call[0] == "log"), default=-1)
+        if step is None or step >= last:
+            self.calls.append(("log", values, last + 1 if step is None else step))
 
     def finish(self) -> None:
         self.calls.append(("finish",))
@@ -218,10 +224,28 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     (recorded,) = json.loads((tmp_path / "first/trackers.json").read_text()).items()
     assert recorded == ("wandb", recorded[1]) and len(recorded[1]) == 8
     assert fake.calls[0] == ("init", "mine", "first", "cola", "allow", recorded[1], str(run.path))
-    assert fake.calls[1][1]["train/loss"] == 4.5 and fake.calls[1][2] == 7
+    assert fake.axis == ("*", "step") and fake.calls[1][1]["train/loss"] == 4.5 and fake.calls[1][1]["step"] == 7
     expected = {"heldout_loss": 4.0, "perplexity": 54.6, "bits_per_byte": 1.5, "tokens": 512}
-    assert fake.calls[2][1] == {f"eval/{name}": value for name, value in expected.items()}
+    assert fake.calls[2][1] == {"step": 7, **{f"eval/{name}": value for name, value in expected.items()}}
     assert fake.calls[3:] == [("finish",)]
+
+
+def test_steps_that_a_run_repeats_reach_trackers_and_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeTracker("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run, config = start(tmp_path, "--run.wandb", "true")
+    with opened(run, config) as writer:
+        for number in (1, 2, 3):
+            writer.write(step(number))
+        writer.on_rollback(None, Rollback(1, 3, "spike"))
+        writer.write(step(2, 4.0))
+    logged = [(values[1]["step"], values[1]["train/loss"]) for values in fake.calls if values[0] == "log"]
+    assert logged == [(1, 4.5), (2, 4.5), (3, 4.5), (2, 4.0)]
+    events = EventAccumulator(str(run.tensorboard))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4.5), (2, 4.0)]
 
 
 def test_a_missing_package_is_one_line_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
