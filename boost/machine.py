@@ -1,9 +1,11 @@
-"""What the operating system says about this machine's CPU."""
+"""What the operating system says about this machine's CPU, and the launcher about its processes."""
 
 import contextlib
 import os
 import platform
 from pathlib import Path
+
+from boost.errors import ConfigError
 
 
 def available_cores() -> int:
@@ -11,6 +13,16 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def launcher_number(name: str, default: str = "") -> int:
+    """A number that the launcher passes as an environment variable, such as RANK. Raises ConfigError."""
+    value = os.environ.get(name, default)
+    if not value.isdecimal():
+        raise ConfigError(
+            f"{name} = {value!r} in the environment is not a number; start with torchrun, or unset {name}"
+        )
+    return int(value)
 
 
 def cpu_model() -> str:

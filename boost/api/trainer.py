@@ -1,6 +1,5 @@
 """`Trainer`: a run from Python, with hooks."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from boost.config import Config, for_weights
 from boost.config.load import as_config
 from boost.errors import ConfigError, Stopped
+from boost.machine import launcher_number
 from boost.train.events import TrainResult
 from boost.train.hooks import Hook
 
@@ -58,7 +58,7 @@ class Trainer:
         self.hooks = tuple(hooks)
         self._resume, self._start_from = resume, None if start_from is None else str(start_from)
         size = config.parallel.world_size
-        started = int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun() else 1
+        started = launcher_number("WORLD_SIZE") if under_torchrun() else 1
         if size != started:
             raise ConfigError(
                 f"parallel: the mesh size ({size}) differs from the number of processes ({started}); run this script with "

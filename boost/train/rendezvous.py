@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError, StoppedError, TrainingError
+from boost.machine import launcher_number
 from boost.parallel.mesh import Mesh, mesh_of
 
 LAUNCH_DIR = "BOOST_LAUNCH_DIR"
@@ -53,7 +54,7 @@ Stopped = Callable[[], str | None]
 
 def world_size() -> int:
     """Number of processes that torchrun (or our launcher) started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return launcher_number("WORLD_SIZE", "1")
 
 
 def choose_device(device: str) -> torch.device:
@@ -185,8 +186,9 @@ def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store,
 
     Raises TrainingError if processes are missing after `timeout_s`, and StoppedError if one of them receives a stop signal first.
     """
-    size = int(os.environ["WORLD_SIZE"])
-    rank = int(os.environ["RANK"])
+    size, rank = launcher_number("WORLD_SIZE"), launcher_number("RANK")
+    if rank >= size:
+        raise ConfigError(f"RANK = {rank} in the environment is not below WORLD_SIZE = {size}; start with torchrun")
     if folder := launch_dir():
         return file_store(folder / "store", size), rank, size
     store = _connect(rank, timeout_s, stopped)

@@ -19,6 +19,7 @@ from boost.data.fit import open_corpus
 from boost.data.verify import Progress
 from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, thread_limit
 from boost.format import format_count
+from boost.machine import launcher_number
 from boost.text import print_error, printable, printable_text
 from boost.train import failures
 from boost.train.agreement import run_on_main
@@ -320,7 +321,7 @@ def _exit_code(result: TrainResult) -> int:
 
 
 def _stopped_elsewhere() -> int:
-    return TRY_AGAIN if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else 0
+    return TRY_AGAIN if launcher_number("GROUP_WORLD_SIZE", "1") > 1 else 0
 
 
 def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from boost.config import Config, to_toml
 from boost.errors import CheckpointError, ConfigError
 from boost.files import replace_text, storage_errors
-from boost.machine import available_cores, cpu_model
+from boost.machine import available_cores, cpu_model, launcher_number
 from boost.paths import file_name, read_record
 from boost.text import JsonObject
 from boost.train.run_lock import RunLock
@@ -127,7 +127,7 @@ def without_links(config: Config) -> Config:
     """
     path = Path(config.run.dir)
     links = [place for place in (path.absolute(), *path.absolute().parents) if place.is_symlink()]
-    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    several = launcher_number("GROUP_WORLD_SIZE", "1") > 1
     if several or not links or not all(link.exists() for link in links):
         return config
     return config.changed(run={"dir": str(path.resolve())})

@@ -84,6 +84,23 @@ def test_the_number_of_processes_must_be_that_of_the_mesh() -> None:
         open_mesh(ParallelConfig(tp=2), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "", "RANK": "0"}, "WORLD_SIZE = '' in the environment is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "node-0"}, "RANK = 'node-0' in the environment is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK = 2 in the environment is not below WORLD_SIZE = 2"),
+    ],
+)
+def test_what_a_launcher_says_of_processes_must_be_numbers(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        open_mesh(ParallelConfig(tp=2), "cpu", timeout_s=1)
+
+
 def set_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int = 2, **variables: str) -> None:
     """Makes this process see `gpus` GPUs, as one of `processes`, with these environment variables."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
