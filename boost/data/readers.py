@@ -41,6 +41,8 @@ CHUNK = 1 << 20
 """Bytes to read at a time."""
 
 NOT_UTF8 = "not UTF-8 text"
+LFS = b"version https://git-lfs.github.com/spec/"
+"""What a file begins with in a clone without its content."""
 SURROGATE = "not valid Unicode (half of a surrogate pair)"
 CRLF = "with CRLF line breaks, normalized to LF"
 
@@ -206,6 +208,8 @@ def open_utf8(path: Path, entry: FileReport, report: PrepareReport) -> Iterator[
                 case _:
                     opened = counted
             file: io.BufferedReader = io.BufferedReader(opened, CHUNK)
+            if file.peek(len(LFS))[: len(LFS)] == LFS:
+                raise Unreadable("a Git LFS pointer, not the file itself", fix="download it: git lfs pull")
             if encoding := _foreign_codec(file.peek(200)[:200]):
                 entry.note(f"encoded in {encoding.upper()[:6]}, converted to UTF-8")
                 file = io.BufferedReader(_Pieces(text.encode() for text in _decoded(file, encoding)), CHUNK)

@@ -237,6 +237,19 @@ def test_utf8_byte_order_marks_are_left_out(tmp_path):
     assert [text for _, text in documents] == ["é"] * 4 and skips(report) == {}
 
 
+def test_files_that_git_lfs_did_not_fetch_are_no_text(tmp_path):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 12\n"
+    names = ("a.txt", "b.jsonl", "c.csv", "d.parquet", "e.py")
+    for name in names:
+        (tmp_path / name).write_bytes(pointer)
+    (tmp_path / "f.txt").write_text("version 2")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("f.txt", "version 2")]
+    assert {*skips(report)} == {(name, "a Git LFS pointer, not the file itself") for name in names}
+    with pytest.raises(DataError, match=r"a Git LFS pointer.*git lfs pull"):
+        read(FilesSource(tmp_path / "b.jsonl"))
+
+
 def test_binary_data_is_not_taken_for_utf16(tmp_path):
     (tmp_path / "ids.dat").write_bytes(b"\x05\0\x06\0\x07\0" * 100)
     (tmp_path / "odd.txt").write_bytes(("text" * 50).encode("utf-16-le") + b"\0\xd8")
