@@ -135,8 +135,8 @@ class ChatTemplate:
         self.straddling = 0
         """Number of answers so far that begin within a token: the model sees a different token there when it generates."""
         self.endless = 0
-        """Number of answers so far whose end-of-turn token does not count toward the loss: the model does not learn to stop."""
-        self._special = set(self._tokenizer.all_special_ids)
+        """Number of answers so far that do not end with an end-of-turn token that counts: the model does not learn to stop."""
+        self._ends = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         self._plain = PlainText(self._tokenizer.backend_tokenizer)
         self._content_forms: dict[tuple[str, str], tuple[str, ...]] = {}
         """Forms of content by (template, role): see `_reads`."""
@@ -160,6 +160,8 @@ class ChatTemplate:
         messages, notes = self._adapted(messages, variables)
         yield from notes
         names = set(re.findall(r"\w+", self._source(variables)))
+        if "strftime_now" in names and "date_string" not in fields:
+            yield "in which the chat template may write today's date"
         for name in fields:
             if name not in names or name in self._reserved:
                 yield f"with {name!r}, which the chat template does not use"
@@ -195,6 +197,10 @@ class ChatTemplate:
             document.mask[:1] = False  # nothing precedes the first token
             if not document.mask.any():
                 raise Rejected("without a token that counts toward the loss")
+            for end in np.flatnonzero(document.mask & ~np.append(document.mask[1:], False)):
+                # Templates write white space after the end of a turn.
+                last = next((i for i in document.ids[end::-1] if self.text_of(i[None]).strip()), None)
+                self.endless += last not in self._ends
         return documents
 
     def _source(self, variables: JsonObject) -> str:
@@ -326,13 +332,6 @@ class ChatTemplate:
                 )
             for (start, end), is_counted in zip(edges, counts, strict=True):
                 mask[start:end] &= is_counted
-        self.endless += sum(
-            bool(mask[start])
-            and end < len(ids)
-            and int(ids[end]) in self._special
-            and int(ids[end - 1]) not in self._special
-            for start, end in edges
-        )
         return Encoded(ids, mask, self.render(messages, variables))
 
     def _by_prefixes(

@@ -432,8 +432,8 @@ def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, fold
             )
         if template.endless:
             report.notes.append(
-                f"answers before a special token that does not count toward the loss: {template.endless:,}; for the model to learn "
-                "to stop, include this token in the {% generation %} block"
+                f"answers without an end-of-turn token that counts toward the loss: {template.endless:,}; for the model to learn "
+                "to stop, let the template write one after each answer, within its {% generation %} block if it has one"
             )
         if reading.taken == options.max_documents:
             report.notes.append(f"only the first {reading.taken} conversations were read (--max-documents)")

@@ -106,6 +106,25 @@ def test_an_answer_whose_end_does_not_count_is_noticed(tmp_path: Path, by_marker
 
 
 @pytest.mark.parametrize(
+    "source", ["### {{ m['content'] }}\n", "{{ '' if loop.first else '<|im_end|>' }}### {{ m['content'] }}"]
+)
+def test_an_answer_without_an_end_is_noticed(tmp_path: Path, source: str) -> None:
+    prompt = (
+        "{% if add_generation_prompt %}" + source.partition("###")[0].replace("loop.first", "false") + "### {% endif %}"
+    )
+    template = ChatTemplate(chat_tokenizer(tmp_path, "{% for m in messages %}" + source + "{% endfor %}" + prompt))
+    template.encode(conversation(2))
+    assert template.endless == 3
+
+
+def test_a_date_in_the_text_is_named(tmp_path: Path) -> None:
+    template = ChatTemplate(chat_tokenizer(tmp_path, "{{ date_string or strftime_now('%Y') }}" + CHATML))
+    messages = conversation(1)
+    assert [*template.unused(messages, {})] == ["in which the chat template may write today's date"]
+    assert [*template.unused(messages, {"date_string": "2024"})] == []
+
+
+@pytest.mark.parametrize(
     ("source", "words"),
     [
         ("{{ raise_exception('roles must alternate') }}", "rejected by the chat template: roles must alternate"),
