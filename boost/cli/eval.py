@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
@@ -152,13 +153,15 @@ def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":
             f"'{checkpoint.path}' has no bos or eos token, but --tasks requires one; import the model with a tokenizer that has one"
         )
     batch = args.batch or config.train.micro_batch
-    model = HarnessModel(
-        decoder, tokenizer, bos, eos, end_tokens(checkpoint.data), config.train.seq_len, batch, mesh.is_main
-    )
+    length = checkpoint.context
+    model = HarnessModel(decoder, tokenizer, bos, eos, end_tokens(checkpoint.data), length, batch, mesh.is_main)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     rows = rows_of(run_tasks(model, names, args.task_folder, num_fewshot=args.fewshot, limit=args.limit))
     if not mesh.is_main:
         return mesh
+    if model.truncated:
+        what = f"{model.truncated:,} requests are longer than the context of {length:,} tokens"
+        print(f"warning: {what}, so their beginning was left out", file=sys.stderr)
     if args.json:
         facts = {"checkpoint": str(checkpoint.path), "step": checkpoint.position.step}
         print(json.dumps({**facts, "fewshot": args.fewshot, "limit": args.limit, "tasks": rows}, indent=2))

@@ -53,6 +53,8 @@ class HarnessModel(TemplateLM):
         self._decoder, self._tokenizer, self._bos, self._eos = decoder, tokenizer, bos, eos
         self._ends, self._plain = ends, PlainText(tokenizer, eos)
         self._max_length, self._batch, self._shows = max_length, batch, shows
+        self.truncated = 0
+        """Number of requests so far that were longer than `max_length`."""
 
     @property
     def eot_token_id(self) -> int:
@@ -96,7 +98,8 @@ class HarnessModel(TemplateLM):
         for name, value in chosen.items():
             if name != "temperature" and value not in (None, False, 1):
                 raise ConfigError(f"{name} = {value!r} in generation_kwargs is not supported; remove it from the task")
-        prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self._max_length - limit) :]
+        prompt, most = self.tok_encode(context) or [self.prefix_token_id], self._max_length - limit
+        self.truncated, prompt = self.truncated + (len(prompt) > most), prompt[-most:]
         tokens: list[int] = []
         text = ""
         for token in generate(self._decoder, prompt, limit, sampling, self._ends):
@@ -120,7 +123,9 @@ class HarnessModel(TemplateLM):
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Like `_loglikelihood_tokens`, for one batch. Pads sequences on the right, which causal attention ignores."""
-        rows = [(context + continuation)[-(self._max_length + 1) :] for context, continuation in pairs]
+        rows = [context + continuation for context, continuation in pairs]
+        self.truncated += sum(len(row) > self._max_length + 1 for row in rows)
+        rows = [row[-(self._max_length + 1) :] for row in rows]
         targets = [
             row[-min(len(continuation), len(row) - 1) :] for row, (_, continuation) in zip(rows, pairs, strict=True)
         ]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from boost.cli.inference import open_model
 from boost.data.tokenizer import load_tokenizer
 from boost.errors import ConfigError
 from tests.cli.commands import Capture, done, refused, say
+from tests.convert.toys import bring, llama_folder
 
 pytestmark = pytest.mark.slow  # imports the harness, and with it transformers
 
@@ -154,6 +156,29 @@ def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
         harness._answer("def ", {"num_beams": 4})
     assert answer([0, tokens[2]]) == tokenizer.decode(tokens[: tokens.index(tokens[2]) + 1])
     assert answer([]) == tokenizer.decode(tokens) != answer([0, tokens[2]])
+
+
+def test_long_requests_are_scored_as_the_harness_scores_the_folder(
+    store: Path, checkpoint: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """In the whole context of the model; what is longer than that is named."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    folder, words = tmp_path / "theirs", ["--tasks", "toy_rolling", "--device", "cpu"]
+    llama_folder(folder, vocab_size=300, max_position_embeddings=4096, eos_token_id=0, bos_token_id=None)
+    shutil.copy(store / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    tasks = write_tasks(tmp_path, [{"question": "import os\n" * 500, "choices": ["x"], "answer": 0}])
+    bring(folder, tmp_path / "c")
+    (row,) = json.loads(done(capsys, "eval", tmp_path / "c", *words, *mine(tasks), "--json"))["tasks"]
+    expected = simple_evaluate(
+        "hf", {"pretrained": str(folder), "device": "cpu"}, ["toy_rolling"],
+        task_manager=TaskManager(include_path=tasks, include_defaults=False),
+    )["results"]["toy_rolling"]["byte_perplexity,none"]  # fmt: skip
+    assert row["value"] == pytest.approx(expected, rel=1e-6)
+    code, _, err = say(capsys, "eval", checkpoint, "--tasks", "toy_choice", *words[2:], *mine(tasks))
+    assert code == 0 and "warning: 1 requests are longer than the context of" in err
 
 
 def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: Capture) -> None:
