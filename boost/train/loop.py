@@ -31,7 +31,7 @@ from boost.train.evaluate import Evaluation
 from boost.train.hardware import StepClock, memory_bytes, mfu, peak_flops
 from boost.train.heartbeat import Phase, enter
 from boost.train.judge import Judge
-from boost.train.model import Model, build_model, initialize_model
+from boost.train.model import Model, build_model, initialize_model, require_called
 from boost.train.replicas import require_sound
 from boost.train.resume import check_resumable, inherited_data, require_start, resume_warnings
 from boost.train.rundir import RunDirectory, flat_config
@@ -222,6 +222,7 @@ class Trainer:
         try:
             self.notify("setup")
             self.notify("on_train_start")
+            require_called(self.model)
             with StopRequest() as self._signals:
                 stopped = self._train()
                 # Keep catching signals, so that a late one does not discard the results of a saved run.

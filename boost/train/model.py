@@ -20,8 +20,9 @@ from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.layouts.runtime import layout_for
 from boost.models import kernels
+from boost.models.block import TransformerBlock
 from boost.models.decoder import Decoder
-from boost.models.fused import FusedParam
+from boost.models.fused import FusedModule, FusedParam
 from boost.models.init import initialize
 from boost.models.recompute import POLICIES
 from boost.parallel.mesh import Mesh
@@ -34,6 +35,18 @@ log = logging.getLogger("boost")
 
 Model = Decoder | Pipeline
 """The part of the model that this process runs."""
+
+
+def require_called(model: Model) -> None:
+    """Raises ConfigError for hooks of modules within a block: a step reads their weights and does not call them."""
+    for name, module in model.named_modules():
+        is_called = isinstance(module, Decoder | TransformerBlock) or not isinstance(module, FusedModule)
+        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        if not is_called and any(hooks):
+            raise ConfigError(
+                f"hooks of '{name}' would not be called: a step only reads its weights; attach them to the block or to "
+                "parameters, or train a boost.nn.Decoder in a loop of your own"
+            )
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:

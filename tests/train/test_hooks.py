@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from boost.errors import TRY_AGAIN, BoostError, StorageError, TrainingError
+from boost.errors import TRY_AGAIN, BoostError, ConfigError, StorageError, TrainingError
 from boost.parallel.gradients import StepFlags, launch_step_stats
 from boost.train import run
 from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck
@@ -249,6 +249,21 @@ def test_main_only_hooks_and_so_console_and_metrics_run_on_the_main_process_only
         *[["eval", "6/6"]],
     ]
     assert metrics.count('"kind": "step"') == 6 and metrics.count('"kind": "eval"') == 2
+
+
+def test_hooks_of_modules_that_no_step_calls_are_refused(store: Path, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def attach(name: str) -> Do:
+        def action(trainer: Trainer) -> None:
+            trainer.model.get_submodule(name).register_forward_hook(lambda *_: calls.append(name))
+
+        return Do("on_train_start", 0, action)
+
+    fit(make_config(store, tmp_path / "block"), attach("blocks.0"))
+    assert calls
+    with pytest.raises(ConfigError, match=r"hooks of 'blocks\.0\.qkv' would not be called"):
+        fit(make_config(store, tmp_path / "group"), attach("blocks.0.qkv"))
 
 
 def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(store: Path, tmp_path: Path) -> None:
