@@ -200,7 +200,11 @@ class MetricsHook(Hook):
             with best_effort(f"open {module.__name__}", warn):
                 # Record the id, so that a resumed run continues the same W&B run. A sweep agent sets the environment variable.
                 run_id = run.tracker_id(module.__name__, os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
-                where = {"project": config.run.project, "name": run.path.resolve().name, "dir": str(run.path)}
+                # Arguments outrank W&B's environment variables, so a default is passed only without them.
+                usual = {"project": "boost", "name": run.path.resolve().name}
+                where = {key: value for key, value in usual.items() if not os.environ.get(f"WANDB_{key.upper()}")}
+                where |= {"project": config.run.project} if config.run.project != usual["project"] else {}
+                where["dir"] = str(run.path)
                 module.init(config=config.model_dump(), resume="allow", id=run_id, **where)
                 # W&B drops what is logged for an earlier step than its last one: the steps that a run repeats.
                 module.define_metric("*", step_metric="step")

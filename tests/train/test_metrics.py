@@ -197,7 +197,7 @@ class FakeTracker(types.ModuleType):
         self.calls: list[tuple[Any, ...]] = []
 
     def init(
-        self, *, project: str, name: str, config: dict[str, Any], resume: str, id: str = "", dir: str = ""
+        self, *, config: dict[str, Any], resume: str, project: str = "", name: str = "", id: str = "", dir: str = ""
     ) -> None:
         self.calls.append(("init", project, name, config["model"]["family"], resume, id, dir))
 
@@ -228,6 +228,19 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     expected = {"heldout_loss": 4.0, "perplexity": 54.6, "bits_per_byte": 1.5, "tokens": 512}
     assert fake.calls[2][1] == {"step": 7, **{f"eval/{name}": value for name, value in expected.items()}}
     assert fake.calls[3:] == [("finish",)]
+
+
+@pytest.mark.parametrize(("flags", "project"), [((), ""), (("--run.project", "mine"), "mine")])
+def test_what_the_environment_says_to_a_tracker_outranks_defaults(
+    flags: tuple[str, ...], project: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeTracker("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_NAME", "theirs")
+    run, config = start(tmp_path, "--run.wandb", "true", *flags)
+    with opened(run, config):
+        assert fake.calls[0][:3] == ("init", project, ""), "what is not passed is W&B's to read"
 
 
 def test_steps_that_a_run_repeats_reach_trackers_and_tensorboard(
