@@ -135,8 +135,9 @@ def _evaluate_split(args: argparse.Namespace) -> "Mesh":
 def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":
     """Evaluates the tasks in this process of the mesh, which it returns; the main process prints the result. Raises ConfigError and
     DataError."""
-    from boost.convert.vocabulary import end_tokens
+    from boost.convert.vocabulary import BOS, end_tokens
     from boost.data.tokenizer import load_tokenizer
+    from boost.train.checkpoint import HUB
     from boost.train.harness import HarnessModel, rows_of, run_tasks
 
     tokenizers: list[Tokenizer] = []
@@ -153,8 +154,8 @@ def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":
             f"'{checkpoint.path}' has no bos or eos token, but --tasks requires one; import the model with a tokenizer that has one"
         )
     batch = args.batch or config.train.micro_batch
-    length = checkpoint.context
-    model = HarnessModel(decoder, tokenizer, bos, eos, end_tokens(checkpoint.data), length, batch, mesh.is_main)
+    length, named = checkpoint.context, (checkpoint.data.get(HUB) or {}).get(BOS)  # the harness asks for a named bos only
+    model = HarnessModel(decoder, tokenizer, bos, eos, end_tokens(checkpoint.data), length, batch, mesh.is_main, named)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     rows = rows_of(run_tasks(model, names, args.task_folder, num_fewshot=args.fewshot, limit=args.limit))
     if not mesh.is_main:

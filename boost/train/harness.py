@@ -46,12 +46,14 @@ class HarnessModel(TemplateLM):
         max_length: int,
         batch: int,
         shows: bool,
+        prefix: int | None = None,
     ) -> None:
         """`max_length`: context length in tokens; longer contexts are truncated on the left. `batch`: requests per forward pass.
-        `shows`: whether to show progress. `bos` (or else `eos`) starts a text without context. `ends`: tokens that end a text."""
+        `shows`: whether to show progress. `bos` starts every text; without it, `prefix` (or else `eos`) starts one without context.
+        `ends`: tokens that end a text."""
         super().__init__()
         self._decoder, self._tokenizer, self._bos, self._eos = decoder, tokenizer, bos, eos
-        self._ends, self._plain = ends, PlainText(tokenizer, eos)
+        self._ends, self._plain, self._prefix = ends, PlainText(tokenizer, eos), prefix if bos is None else bos
         self._max_length, self._batch, self._shows = max_length, batch, shows
         self.truncated = 0
         """Number of requests so far that were longer than `max_length`."""
@@ -64,7 +66,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return self.eot_token_id if self._bos is None else self._bos
+        return self.eot_token_id if self._prefix is None else self._prefix
 
     @property
     def tokenizer_name(self) -> str:
@@ -123,7 +125,7 @@ class HarnessModel(TemplateLM):
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Like `_loglikelihood_tokens`, for one batch. Pads sequences on the right, which causal attention ignores."""
-        rows = [context + continuation for context, continuation in pairs]
+        rows = [(context or [self.prefix_token_id]) + continuation for context, continuation in pairs]
         self.truncated += sum(len(row) > self._max_length + 1 for row in rows)
         rows = [row[-(self._max_length + 1) :] for row in rows]
         targets = [

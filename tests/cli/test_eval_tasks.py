@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from boost.cli.inference import open_model
 from boost.data.tokenizer import load_tokenizer
@@ -154,6 +155,8 @@ def test_an_answer_stops_at_any_of_several_end_tokens(checkpoint: Path) -> None:
     assert harness._answer("def ", {"max_gen_toks": 8, "temperature": 9.0}) != tokenizer.decode(tokens)
     with pytest.raises(ConfigError, match="num_beams = 4 in generation_kwargs is not supported"):
         harness._answer("def ", {"num_beams": 4})
+    without, after_eos = harness._loglikelihood_tokens([(None, [], prompt), (None, [0], prompt)])
+    assert without == after_eos, "a context of white space alone, which belongs to the continuation"
     assert answer([0, tokens[2]]) == tokenizer.decode(tokens[: tokens.index(tokens[2]) + 1])
     assert answer([]) == tokenizer.decode(tokens) != answer([0, tokens[2]])
 
@@ -166,9 +169,10 @@ def test_long_requests_are_scored_as_the_harness_scores_the_folder(
     from lm_eval.tasks import TaskManager
 
     folder, words = tmp_path / "theirs", ["--tasks", "toy_rolling", "--device", "cpu"]
-    llama_folder(folder, vocab_size=300, max_position_embeddings=4096, eos_token_id=0, bos_token_id=None)
+    llama_folder(folder, vocab_size=300, max_position_embeddings=4096, eos_token_id=0, bos_token_id=7)
     shutil.copy(store / "tokenizer.json", folder)
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    bos = Tokenizer.from_file(str(store / "tokenizer.json")).id_to_token(7)  # named, but no text starts with it
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "bos_token": bos}))
     tasks = write_tasks(tmp_path, [{"question": "import os\n" * 500, "choices": ["x"], "answer": 0}])
     bring(folder, tmp_path / "c")
     (row,) = json.loads(done(capsys, "eval", tmp_path / "c", *words, *mine(tasks), "--json"))["tasks"]
