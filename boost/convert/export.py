@@ -105,7 +105,7 @@ def _notes(model: ModelConfig, form: Form, parameters: int) -> Iterator[str]:
             f"the factors are merged into dense linears: {parameters:,} parameters instead of {parameter_count(model):,}; "
             "--no-merge (merge=False) keeps them"
         )
-    if form not in ("llama", "merged"):
+    if form not in _STOCK:
         return
     if not model.mlp_silu:
         own = "; --no-merge writes our own format instead" if form == "merged" else ""
