@@ -154,7 +154,8 @@ def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":
             f"'{checkpoint.path}' has no bos or eos token, but --tasks requires one; import the model with a tokenizer that has one"
         )
     batch = args.batch or config.train.micro_batch
-    length, named = checkpoint.context, (checkpoint.data.get(HUB) or {}).get(BOS)  # the harness asks for a named bos only
+    named = (checkpoint.data.get(HUB) or {}).get(BOS)  # the harness asks for a named bos only
+    length = checkpoint.context
     model = HarnessModel(decoder, tokenizer, bos, eos, end_tokens(checkpoint.data), length, batch, mesh.is_main, named)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     rows = rows_of(run_tasks(model, names, args.task_folder, num_fewshot=args.fewshot, limit=args.limit))
