@@ -104,7 +104,9 @@ class _Pool:
                     failed, value, threads = connection.recv()
                     self.threads = max(self.threads, threads)
                 except EOFError:
-                    raise AssertionError(f"process {rank} ended in {function.__name__}") from None
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode  # -11: a crash in native code, in any thread
+                    raise AssertionError(f"process {rank} ended in {function.__name__}, exit code {code}") from None
                 if failed:
                     raise AssertionError(f"process {rank} in {function.__name__}:\n{value}")
                 results[rank] = value
