@@ -207,7 +207,8 @@ def document_of(record: object, key: str, where: str, entry: FileReport) -> Docu
     """A conversation as a document, whose text is JSON with messages and template variables. None if it is skipped."""
     try:
         messages, template, unused = conversation_of(record)
-        text = json.dumps({"messages": messages, "template": template}, ensure_ascii=False)
+        # Tables may hold dates and the like, which a template would write as str does.
+        text = json.dumps({"messages": messages, "template": template}, ensure_ascii=False, default=str)
         entry.take(len(text.encode("utf-8")))
     except (Malformed, UnicodeEncodeError) as problem:
         entry.skip(str(problem) if isinstance(problem, Malformed) else SURROGATE, where)
@@ -245,10 +246,3 @@ def _from_arrow(value: Any, kind: "DataType") -> object:
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return [_from_arrow(item, kind.value_type) for item in value]
     return dict(value) if types.is_map(kind) else value
-
-
-def without_nulls(value: object) -> object:
-    """A row of `datasets` without the nulls that Arrow adds for fields of other records."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value

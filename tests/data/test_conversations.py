@@ -1,5 +1,7 @@
 """The usual forms of conversations, the files that hold them, and what is said of records that are none."""
 
+import datetime
+import decimal
 import gzip
 import json
 from pathlib import Path
@@ -10,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from boost.data import hub
 from boost.data.conversations import Malformed, conversation_of
 from boost.data.report import PrepareReport
 from boost.data.sources import FilesSource
@@ -215,3 +218,38 @@ def test_nulls_of_a_merged_schema_are_no_content(tmp_path: Path) -> None:
         for name in ("a.jsonl", "a.parquet")
     )
     assert lines == rows
+
+
+def test_values_that_json_has_not_are_as_a_template_writes_them(tmp_path: Path) -> None:
+    at = datetime.datetime(2024, 1, 2, 3, 4)
+    messages = [{**USER, "timestamp": at, "hash": b"x"}, {**ANSWER, "cost": decimal.Decimal("0.1")}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    (document,) = FilesSource(tmp_path / "a.parquet", chat=True).documents(PrepareReport())
+    assert json.loads(document.text)["messages"] == [
+        {**USER, "timestamp": "2024-01-02 03:04:00", "hash": "b'x'"},
+        {**ANSWER, "cost": "0.1"},
+    ]
+
+
+def test_a_streamed_table_keeps_null_within_json(
+    tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a column of JSON, null is a value; elsewhere, Arrow adds it to rows that do not have the field."""
+    call = {"function": {"name": "f", "arguments": {"x": None}}}
+    features = {
+        "messages": datasets.List(
+            {
+                "role": datasets.Value("string"),
+                "content": datasets.Value("string"),
+                "tool_calls": datasets.List(datasets.Json()),
+            }
+        )
+    }
+    records: list[Any] = [{"messages": [USER, {**ANSWER, "tool_calls": [call]}]}, {"messages": [USER, ANSWER]}]
+    rows = datasets.Dataset.from_list(records, features=datasets.Features(features))
+    rows.to_parquet(str(tmp_path / "a.parquet"))
+    stream = datasets.load_dataset("parquet", data_files=str(tmp_path / "a.parquet"), split="train", streaming=True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    monkeypatch.setattr(hub, "commit_of", lambda dataset, revision: "commit")
+    documents = hub.HubSource("someone/chats", chat=True).documents(PrepareReport())
+    assert [json.loads(document.text)["messages"] for document in documents] == [r["messages"] for r in records]
