@@ -3,13 +3,12 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.convert.formats import read_json
-from boost.data.chat import Message, load_chat_template
+from boost.data.chat import Prompter, load_chat_template
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 from boost.paths import file_name, read_text
@@ -234,7 +233,7 @@ def merged_tokenizer_config(ours: JsonObject, hub: JsonObject) -> JsonObject:
     return merged
 
 
-def load_template_of(checkpoint: Checkpoint) -> Callable[[list[Message]], str] | None:
+def load_template_of(checkpoint: Checkpoint) -> Prompter | None:
     """Returns the chat template function of a checkpoint, from its own files or from the folder that it was imported from."""
     hub = checkpoint.data.get(HUB) or {}
     if (checkpoint.path / TEMPLATE_FILE).is_file() or not hub.get("chat_templates"):

@@ -83,7 +83,7 @@ def conversation_of(record: object) -> Conversation:
         raise Malformed("without an assistant message")
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
         raise Malformed("without an assistant message that counts toward the loss")
-    return Conversation(messages, _template_fields(record), [key for key in record if key not in used])
+    return Conversation(messages, template_fields(record), [key for key in record if key not in used])
 
 
 def _by_form(record: JsonObject) -> tuple[tuple[str, ...], list[JsonObject]]:
@@ -117,7 +117,8 @@ def _by_form(record: JsonObject) -> tuple[tuple[str, ...], list[JsonObject]]:
     raise Malformed("without 'messages', 'conversations', 'instruction' and 'output', or 'prompt' and 'completion'")
 
 
-def _template_fields(record: JsonObject) -> JsonObject:
+def template_fields(record: JsonObject) -> JsonObject:
+    """Variables for the chat template in a record. Raises Malformed."""
     fields: JsonObject = {}
     more = record.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
