@@ -76,6 +76,10 @@ def read_vocabulary(path: Path) -> Vocabulary:
         raise DataError(
             f"the tokenizer in '{folder}' adds {before} tokens before every text; boost supports at most one"
         )
+    if len(with_special) > before + len(plain) and plain:
+        notes.append(
+            "the tokenizer adds a token after every text, which boost and its exports leave out, so that prompts continue"
+        )
     if _ORIGINAL_KEY in config:
         try:
             tokenizer = parse_tokenizer(json.dumps({**json.loads(text), "post_processor": config[_ORIGINAL_KEY]}))
