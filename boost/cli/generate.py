@@ -43,9 +43,10 @@ OPTIONS = {
     "--samples N": "texts per prompt (default 1); sample i uses the seed SEED + i",
     "--max-tokens N": "maximum number of new tokens (default 200)",
     "--greedy": "always take the most likely token; same as --temperature 0",
-    "--temperature TEMPERATURE": "sampling temperature (default 0.8)",
-    "--top-k K": "sample from the K most likely tokens (default 0: all)",
-    "--top-p P": "nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
+    "--temperature TEMPERATURE": "sampling temperature (default: as in an imported generation_config.json, or else 0.8)",
+    "--top-k K": "sample from the K most likely tokens (default: likewise, or else 0: all)",
+    "--top-p P": "nucleus sampling: sample from the most likely tokens with total probability P (default: likewise, or "
+    "else 0.95)",
     "--seed SEED": "seed (default 0); the same seed gives the same text",
     "--json": "print one line of JSON per text, with the keys prompt (or messages), text, tokens and, with --samples, sample",
 }
@@ -75,7 +76,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N",
         help="sequences to generate at a time (default 16); the key/value cache grows in proportion",
     )
-    add_options(parser, OPTIONS, samples=1, max_tokens=200, temperature=0.8, top_k=0, top_p=0.95, seed=0)
+    add_options(parser, OPTIONS, samples=1, max_tokens=200, seed=0)
     return parser
 
 
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--batch", args.batch_size), ("--samples", args.samples)):
         if value < 1:
             raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 1")
-    _sampling(args)
+    _sampling(args, {})
     args.dialog = args.chat and not (args.prompt or args.prompts or _is_piped())
     if args.dialog and (args.tp != 1 or args.json or args.samples > 1 or not sys.stdin.isatty()):
         raise ConfigError(
@@ -201,12 +202,14 @@ class Generation:
     def __init__(self, args: argparse.Namespace) -> None:
         from boost.convert.vocabulary import end_tokens
         from boost.data.tokenizer import PlainText
+        from boost.train.checkpoint import HUB
         from boost.train.generate import prepare_inference
 
         self._args = args
         checkpoint, self._config, self.mesh, self._model = open_model(args, self._read_files)
         if self.mesh.size == 1:  # other layouts round after multiplying weights, not before
             prepare_inference(self._model, 1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
+        self._sampling = _sampling(args, (checkpoint.data.get(HUB) or {}).get("generation", {}))
         self._eos, self._ends = checkpoint.data["eos"], end_tokens(checkpoint.data)
         self._plain = PlainText(self._tokenizer, self._eos)
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
@@ -300,7 +303,7 @@ class Generation:
         batch, samples = (1, 1) if args.dialog else (args.batch_size, args.samples)
         lengths: Counter[tuple[int, int]] = Counter()
         for new in generate_batch(
-            self._model, prompts, args.max_tokens, _sampling(args), self._ends, samples=samples, batch=batch
+            self._model, prompts, args.max_tokens, self._sampling, self._ends, samples=samples, batch=batch
         ):
             lengths[new.prompt, new.sample] += 1
             yield new
@@ -334,8 +337,8 @@ class Generation:
             print(printable_text(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
-def _sampling(args: argparse.Namespace) -> Sampling:
+def _sampling(args: argparse.Namespace, settings: JsonObject) -> Sampling:
     temperature = 0.0 if args.greedy else args.temperature
-    sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
+    sampling = Sampling.of(settings, temperature, args.top_k, args.top_p, args.seed)
     sampling.check()
     return sampling
