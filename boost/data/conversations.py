@@ -244,6 +244,6 @@ def _from_arrow(value: Any, kind: "DataType") -> object:
     if types.is_struct(kind):
         fields = ((field.name, field.type) for field in kind if value[field.name] is not None)
         return {name: _from_arrow(value[name], inner) for name, inner in fields}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return [_from_arrow(item, kind.value_type) for item in value]
-    return dict(value) if types.is_map(kind) else value
+    if types.is_map(kind):
+        return {name: _from_arrow(item, kind.item_type) for name, item in value}
+    return [_from_arrow(item, kind.value_type) for item in value] if isinstance(value, list) else value

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from boost.data import hub
-from boost.data.conversations import Malformed, conversation_of
+from boost.data.conversations import Malformed, conversation_of, records_of
 from boost.data.report import PrepareReport
 from boost.data.sources import FilesSource
 from boost.errors import DataError
@@ -220,6 +220,14 @@ def test_nulls_of_a_merged_schema_are_no_content(tmp_path: Path) -> None:
     assert lines == rows
 
 
+def test_nulls_in_views_and_maps_are_no_content_either() -> None:
+    struct = pyarrow.struct([("a", pyarrow.int64()), ("b", pyarrow.int64())])
+    view = pyarrow.array([[{"a": 1}]], pyarrow.list_view(struct))
+    entries = pyarrow.array([[("k", {"a": 1})]], pyarrow.map_(pyarrow.string(), struct))
+    (record,) = records_of(pyarrow.table({"view": view, "map": entries}))
+    assert record == {"view": [{"a": 1}], "map": {"k": {"a": 1}}}
+
+
 def test_values_that_json_has_not_are_as_a_template_writes_them(tmp_path: Path) -> None:
     at = datetime.datetime(2024, 1, 2, 3, 4)
     messages = [{**USER, "timestamp": at, "hash": b"x"}, {**ANSWER, "cost": decimal.Decimal("0.1")}]
@@ -236,15 +244,8 @@ def test_a_streamed_table_keeps_null_within_json(
 ) -> None:
     """In a column of JSON, null is a value; elsewhere, Arrow adds it to rows that do not have the field."""
     call = {"function": {"name": "f", "arguments": {"x": None}}}
-    features = {
-        "messages": datasets.List(
-            {
-                "role": datasets.Value("string"),
-                "content": datasets.Value("string"),
-                "tool_calls": datasets.List(datasets.Json()),
-            }
-        )
-    }
+    text, calls = datasets.Value("string"), datasets.List(datasets.Json())
+    features = {"messages": datasets.List({"role": text, "content": text, "tool_calls": calls})}
     records: list[Any] = [{"messages": [USER, {**ANSWER, "tool_calls": [call]}]}, {"messages": [USER, ANSWER]}]
     rows = datasets.Dataset.from_list(records, features=datasets.Features(features))
     rows.to_parquet(str(tmp_path / "a.parquet"))
