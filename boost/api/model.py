@@ -29,7 +29,15 @@ from boost.files import new_folder, require_free
 from boost.nn import Decoder
 from boost.nn.weights import whole_weight
 from boost.text import JsonObject
-from boost.train.checkpoint import PREFIX, TRAITS, find_checkpoint, finish_weights, open_checkpoint, read_checkpoint
+from boost.train.checkpoint import (
+    HUB,
+    PREFIX,
+    TRAITS,
+    find_checkpoint,
+    finish_weights,
+    open_checkpoint,
+    read_checkpoint,
+)
 from boost.train.generate import generate
 from boost.train.sampling import Sampling, beyond_context
 
@@ -132,13 +140,14 @@ class Model(nn.Module):
         prompt: str | Sequence[int],
         max_tokens: int = 128,
         *,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 0.95,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
     ) -> Any:
         """Continues a prompt. Returns text for a text prompt, and token ids for token ids. temperature = 0 means greedy decoding.
+        The default is sampling as in an imported generation_config.json, or else with temperature = 0.8 and top_p = 0.95.
 
         `on_token` is called with each token as it is generated. Collective under TP. Raises ConfigError.
         """
@@ -154,7 +163,7 @@ class Model(nn.Module):
             raise ConfigError(
                 f"prompt has token ids from {min(ids)} to {max(ids)}, but only 0 to {self.decoder.model.vocab_size - 1} are valid"
             )
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling = Sampling.of((self._data.get(HUB) or {}).get("generation", {}), temperature, top_k, top_p, seed)
         sampling.check()
         new = []
         for token in generate(self.decoder, ids, max_tokens, sampling, end_tokens(self._data)):

@@ -8,14 +8,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
 from boost.cli.terminal import add_options
-from boost.data.chat import Message
 from boost.data.tokenizer import TextStream, continuation
 from boost.errors import ConfigError
-from boost.text import printable_text
+from boost.text import JsonObject, printable_text
 from boost.train.sampling import Sampling, beyond_context
 
 if TYPE_CHECKING:
@@ -25,9 +24,16 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 20
 """Largest valid --max-tokens. The key/value cache is allocated in full at the start."""
 
-Prompt = str | list[Message]
-"""Text, or the messages of a chat."""
 
+class Chat(NamedTuple):
+    """A chat to answer."""
+
+    messages: list[JsonObject]
+    variables: JsonObject
+    """Of the chat template, such as `tools`."""
+
+
+Prompt = str | Chat
 
 OPTIONS = {
     "--prompt TEXT...": "text to continue; may be repeated (default: piped text, or else a new document)",
@@ -37,9 +43,10 @@ OPTIONS = {
     "--samples N": "texts per prompt (default 1); sample i uses the seed SEED + i",
     "--max-tokens N": "maximum number of new tokens (default 200)",
     "--greedy": "always take the most likely token; same as --temperature 0",
-    "--temperature TEMPERATURE": "sampling temperature (default 0.8)",
-    "--top-k K": "sample from the K most likely tokens (default 0: all)",
-    "--top-p P": "nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
+    "--temperature TEMPERATURE": "sampling temperature (default: as in an imported generation_config.json, or else 0.8)",
+    "--top-k K": "sample from the K most likely tokens (default: likewise, or else 0: all)",
+    "--top-p P": "nucleus sampling: sample from the most likely tokens with total probability P (default: likewise, or "
+    "else 0.95)",
     "--seed SEED": "seed (default 0); the same seed gives the same text",
     "--json": "print one line of JSON per text, with the keys prompt (or messages), text, tokens and, with --samples, sample",
 }
@@ -69,7 +76,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N",
         help="sequences to generate at a time (default 16); the key/value cache grows in proportion",
     )
-    add_options(parser, OPTIONS, samples=1, max_tokens=200, temperature=0.8, top_k=0, top_p=0.95, seed=0)
+    add_options(parser, OPTIONS, samples=1, max_tokens=200, seed=0)
     return parser
 
 
@@ -80,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--batch", args.batch_size), ("--samples", args.samples)):
         if value < 1:
             raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 1")
-    _sampling(args)
+    _sampling(args, {})
     args.dialog = args.chat and not (args.prompt or args.prompts or _is_piped())
     if args.dialog and (args.tp != 1 or args.json or args.samples > 1 or not sys.stdin.isatty()):
         raise ConfigError(
@@ -98,11 +105,10 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     elif not prompts and _is_piped():
         prompts.append(_decoded(sys.stdin.buffer.read(), "standard input").removesuffix("\n"))
     for prompt in prompts:
-        for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:
-                raise ConfigError(f"--prompt = {text!r} is not valid UTF-8; use a UTF-8 terminal") from None
+        try:
+            json.dumps(prompt, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ConfigError(f"--prompt = {prompt!r} is not valid UTF-8; use a UTF-8 terminal") from None
     return prompts or [""]
 
 
@@ -116,7 +122,10 @@ def _is_piped() -> bool:
 
 
 def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
-    """Reads one prompt per non-blank line. In a .jsonl file, the prompt is the value of "prompt" or, with `chat`, of "messages"."""
+    """Reads one prompt per non-blank line. In a .jsonl file, the prompt is the value of "prompt" or, with `chat`, of "messages",
+    and `chat` also takes variables of the chat template."""
+    from boost.data.conversations import Malformed, template_fields
+
     try:
         text = _decoded(Path(name).read_bytes(), f"--prompts = '{name}'")
     except (OSError, ValueError) as error:
@@ -126,24 +135,44 @@ def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
     lines = [(number, line.removesuffix("\r")) for number, line in numbered if line.strip()]
     if not lines:
         raise ConfigError(f"--prompts = '{name}' is empty; write one prompt per line")
-    if not name.endswith((".jsonl", ".ndjson")):
+    if not name.lower().endswith((".jsonl", ".jsonlines", ".ndjson", ".json")):
         return [line for _, line in lines]
     prompts: list[Prompt] = []
+    unused = dict[str, None]()
     for number, line in lines:
         try:
             content = json.loads(line)
-            prompt = content["messages"] if chat and "messages" in content else content["prompt"]
+            field = "messages" if chat and "messages" in content else "prompt"
+            prompt, variables = content[field], template_fields(content) if chat else {}
         except (ValueError, LookupError, TypeError, RecursionError):
-            prompt = None
-        are_messages = isinstance(prompt, list) and all(
-            isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
-            for item in prompt
-        )
-        if not isinstance(prompt, str) and not (prompt and are_messages):
+            prompt, variables = None, {}
+        except Malformed as problem:
+            raise ConfigError(f"--prompts = '{name}': line {number}: {problem}; correct it") from None
+        if chat and isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+            prompt = Chat([{"content": None, **message} for message in prompt], variables)
+        elif isinstance(prompt, str) and chat:
+            prompt = Chat([{"role": "user", "content": prompt}], variables) if variables else prompt
+        elif not isinstance(prompt, str):
             either = ' or {"messages": [{"role": "user", "content": "text"}, ...]}' if chat else ""
             raise ConfigError(f'--prompts = \'{name}\': line {number} is not of the form {{"prompt": "text"}}{either}')
+        used = {field, *(("tools", "functions", "documents", "chat_template_kwargs") if chat else ())}
+        unused |= dict.fromkeys(name for name in content if name not in used)
         prompts.append(prompt)
+    if unused:
+        print(f"warning: --prompts = '{name}': fields without effect: {', '.join(unused)}", file=sys.stderr)
     return prompts
+
+
+def _is_message(item: object) -> bool:
+    """Whether a value is a message with text, with parts that are text, or with tool calls."""
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        return False
+    content, calls = item.get("content"), item.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        return False
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
+    return isinstance(content, str) or (content is None and bool(calls))
 
 
 def _decoded(data: bytes, field: str) -> str:
@@ -173,12 +202,14 @@ class Generation:
     def __init__(self, args: argparse.Namespace) -> None:
         from boost.convert.vocabulary import end_tokens
         from boost.data.tokenizer import PlainText
+        from boost.train.checkpoint import HUB
         from boost.train.generate import prepare_inference
 
         self._args = args
         checkpoint, self._config, self.mesh, self._model = open_model(args, self._read_files)
         if self.mesh.size == 1:  # other layouts round after multiplying weights, not before
             prepare_inference(self._model, 1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
+        self._sampling = _sampling(args, (checkpoint.data.get(HUB) or {}).get("generation", {}))
         self._eos, self._ends = checkpoint.data["eos"], end_tokens(checkpoint.data)
         self._plain = PlainText(self._tokenizer, self._eos)
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
@@ -227,7 +258,7 @@ class Generation:
     def dialog(self) -> None:
         """Reads messages from the terminal and answers them, until an empty line, Ctrl-D or Ctrl-C."""
         print("An empty line or Ctrl-D ends the chat.")
-        messages: list[dict[str, str]] = []
+        messages: list[JsonObject] = []
         while True:
             try:
                 said = input("> ").strip()
@@ -237,14 +268,14 @@ class Generation:
             if not said:
                 return
             messages.append({"role": "user", "content": said})
-            messages.append({"role": "assistant", "content": self._stream(self._encode_prompt(messages))})
+            messages.append({"role": "assistant", "content": self._stream(self._encode_prompt(Chat(messages, {})))})
 
     def _encode_prompt(self, prompt: Prompt) -> list[int]:
         """Tokens of a text to continue, or of messages to answer. Raises ConfigError if there are none."""
         if self._args.chat:
             assert self._render is not None
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tokens = self._encode(self._render(messages))
+            chat = Chat([{"role": "user", "content": prompt}], {}) if isinstance(prompt, str) else prompt
+            tokens = self._encode(self._render(*chat))
         else:
             assert isinstance(prompt, str)
             tokens = ([] if self._bos is None else [self._bos]) + self._encode(prompt)
@@ -272,7 +303,7 @@ class Generation:
         batch, samples = (1, 1) if args.dialog else (args.batch_size, args.samples)
         lengths: Counter[tuple[int, int]] = Counter()
         for new in generate_batch(
-            self._model, prompts, args.max_tokens, _sampling(args), self._ends, samples=samples, batch=batch
+            self._model, prompts, args.max_tokens, self._sampling, self._ends, samples=samples, batch=batch
         ):
             lengths[new.prompt, new.sample] += 1
             yield new
@@ -293,7 +324,7 @@ class Generation:
     def _print_text(self, given: list[Prompt], prompt: int, sample: int, before: list[int], tokens: list[int]) -> None:
         said, text, samples = given[prompt], continuation(self._tokenizer, before, tokens), self._args.samples
         if self._args.json:
-            line: dict[str, object] = {"prompt" if isinstance(said, str) else "messages": said}
+            line: dict[str, object] = {"prompt": said} if isinstance(said, str) else {"messages": said.messages}
             line |= {"sample": sample} if samples > 1 else {}
             self._print(json.dumps(line | {"text": text, "tokens": tokens}))
             return
@@ -306,8 +337,8 @@ class Generation:
             print(printable_text(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
-def _sampling(args: argparse.Namespace) -> Sampling:
+def _sampling(args: argparse.Namespace, settings: JsonObject) -> Sampling:
     temperature = 0.0 if args.greedy else args.temperature
-    sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
+    sampling = Sampling.of(settings, temperature, args.top_k, args.top_p, args.seed)
     sampling.check()
     return sampling

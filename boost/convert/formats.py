@@ -44,15 +44,20 @@ _ROPE = {
 }
 """Our names -> transformers' names, for Llama 3.1's RoPE scaling (rope_type = 'llama3')."""
 _READ = {
-    *_FIELDS.values(), *_OWN, *_HEADS, *_ROPE,
+    *_FIELDS.values(),
     "architectures", "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "initializer_range", "is_causal",
-    "lr_act_type", "max_position_embeddings", "mlp_bias", "model_type", "num_key_value_heads", "only_lr_act",
+    "max_position_embeddings", "mlp_bias", "model_type", "num_key_value_heads",
     "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
     # No effect on what a model computes.
     "_attn_implementation_autoset", "_name_or_path", "boost_version", "dtype", "pad_token_id", "pretraining_tp",
     "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 """Fields of config.json that an import reads or may leave out; it names any other."""
+_READ_OF = {
+    "cola": {"auto_map", "rank", "lr_act_type", "only_lr_act"},
+    "boost": {"auto_map", *_OWN, *_HEADS, *_ROPE},
+}
+"""More such fields, by model type, for those that are not dense."""
 _QWEN = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
     "max_window_layers": 28, "layer_types": None,
@@ -170,7 +175,7 @@ def read_folder(path: Path) -> Folder:
             "'cola' (the official classes), and 'boost' (our own exports)"
         )
     where, defaults = f"'{path}/config.json'", _DEFAULTS.get(kind, {})
-    content, read = {**defaults, **content}, _READ | (defaults.keys() if kind in _DEFAULTS else {"auto_map"})
+    content, read = {**defaults, **content}, _READ | _READ_OF.get(kind, defaults.keys())
     if kind == "mistral" and content["num_key_value_heads"] is None:
         raise ConfigError(
             f"num_key_value_heads = null in {where} is not valid for Mistral; set it to the number of heads"

@@ -3,13 +3,12 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.convert.formats import read_json
-from boost.data.chat import Message, load_chat_template
+from boost.data.chat import Prompter, load_chat_template
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 from boost.paths import file_name, read_text
@@ -76,6 +75,10 @@ def read_vocabulary(path: Path) -> Vocabulary:
     if before > 1:
         raise DataError(
             f"the tokenizer in '{folder}' adds {before} tokens before every text; boost supports at most one"
+        )
+    if len(with_special) > before + len(plain) and plain:
+        notes.append(
+            "the tokenizer adds a token after every text, which boost and its exports leave out, so that prompts continue"
         )
     if _ORIGINAL_KEY in config:
         try:
@@ -234,7 +237,7 @@ def merged_tokenizer_config(ours: JsonObject, hub: JsonObject) -> JsonObject:
     return merged
 
 
-def load_template_of(checkpoint: Checkpoint) -> Callable[[list[Message]], str] | None:
+def load_template_of(checkpoint: Checkpoint) -> Prompter | None:
     """Returns the chat template function of a checkpoint, from its own files or from the folder that it was imported from."""
     hub = checkpoint.data.get(HUB) or {}
     if (checkpoint.path / TEMPLATE_FILE).is_file() or not hub.get("chat_templates"):

@@ -19,33 +19,38 @@ from boost.text import JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Message = dict[str, str]
-"""`{"role": "user" | "assistant" | "system", "content": text}`."""
+Prompter = Callable[[Sequence[JsonObject], JsonObject], str]
+"""Formats messages, with other variables of the template, as the prompt for the assistant's answer."""
 
 
-def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
-    """Returns a function that formats messages as the prompt for the assistant's answer; None if `folder` has no template.
+def load_chat_template(folder: Path) -> Prompter | None:
+    """Returns the `Prompter` of a folder; None if `folder` has no template.
 
     `folder` holds a tokenizer.json and the template in a location that transformers supports: chat_template.jinja,
     additional_chat_templates/, or tokenizer_config.json. transformers renders the template in a sandbox. Raises ConfigError if
     transformers is not installed, and DataError if it cannot read the files. The function raises DataError if the template rejects
-    the messages.
+    the messages or does not use a variable.
     """
     tokenizer = _load(folder)
     if not tokenizer.chat_template:
         return None
 
     template = ChatTemplate(folder, tokenizer)
+    errors: tuple[type[Exception], ...] = (*_template_errors(), Rejected)
 
-    def render(messages: list[Message]) -> str:
+    def prompt(messages: Sequence[JsonObject], variables: JsonObject) -> str:
         try:
-            return template.render(template.with_text_read(messages, {})[0], {}, prompt=True)
-        except _template_errors() as error:
+            if unused := template.unused_variables(variables):
+                raise DataError(
+                    f"the chat template of '{folder}' does not use {unused[0]!r}; remove it from the prompt"
+                )
+            return template.render(template.adapted(messages, variables)[0], variables, prompt=True)
+        except errors as error:
             raise DataError(
-                f"the chat template of '{folder}' rejects these messages: {error}; fix the template"
+                f"the chat template of '{folder}' rejects these messages: {error}; fix the messages or the template"
             ) from None
 
-    return render
+    return prompt
 
 
 def _load(folder: Path) -> "PreTrainedTokenizerFast":
@@ -157,14 +162,13 @@ class ChatTemplate:
     def unused(self, messages: Sequence[JsonObject], fields: Mapping[str, object]) -> Iterator[str]:
         """Describes the parts of a conversation that the template does not use, or not in this form."""
         variables = {name: value for name, value in fields.items() if name not in self._reserved}
-        messages, notes = self._adapted(messages, variables)
+        messages, notes = self.adapted(messages, variables)
         yield from notes
         names = set(re.findall(r"\w+", self._source(variables)))
         if "strftime_now" in names and "date_string" not in fields:
             yield "in which the chat template may write today's date"
-        for name in fields:
-            if name not in names or name in self._reserved:
-                yield f"with {name!r}, which the chat template does not use"
+        for name in self.unused_variables(fields):
+            yield f"with {name!r}, which the chat template does not use"
         for name in {name: None for message in messages for name in message}:
             if name in names or name == "weight":
                 continue
@@ -172,6 +176,11 @@ class ChatTemplate:
             # transformers may give a field to the template under another name.
             if self._probed(without, variables) == self._probed(messages, variables):
                 yield f"with {name!r} in a message, which the chat template does not use"
+
+    def unused_variables(self, fields: Mapping[str, object]) -> list[str]:
+        """The names of variables that the template does not use."""
+        used = set(re.findall(r"\w+", self._source(dict(fields)))) - self._reserved
+        return [name for name in fields if name not in used]
 
     def encode(self, messages: Sequence[JsonObject], fields: Mapping[str, object] | None = None) -> list[Encoded]:
         """Returns the conversation as one document. If the template formats a message differently once other messages follow it
@@ -183,8 +192,14 @@ class ChatTemplate:
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         variables = {name: value for name, value in (fields or {}).items() if name not in self._reserved}
         try:
-            messages = self._adapted(messages, variables)[0]
-            if _GENERATION.search(self._source(variables)):
+            messages, source = self.adapted(messages, variables)[0], self._source(variables)
+            for message in messages:
+                if message["role"] == "assistant" and not message["content"]:
+                    if not message.get("tool_calls"):
+                        raise Rejected("with an empty answer")
+                    if "tool_calls" not in source:
+                        raise Rejected("with a tool call as the answer, which the chat template does not use")
+            if _GENERATION.search(source):
                 documents = [self._by_markers(messages, counts, variables)]
             else:
                 documents = self._by_prefixes(messages, counts, variables)
@@ -226,7 +241,7 @@ class ChatTemplate:
                 notes[f"with a message of role {role!r}, which the chat template does not use"] = None
         return adapted, notes
 
-    def _adapted(self, messages: Sequence[JsonObject], variables: JsonObject) -> tuple[list[JsonObject], list[str]]:
+    def adapted(self, messages: Sequence[JsonObject], variables: JsonObject) -> tuple[list[JsonObject], list[str]]:
         """The messages in the form that the template reads, and notes on what was changed. Raises Rejected."""
         source, (adapted, notes) = self._source(variables), self.with_text_read(messages, variables)
         if any(message["content"] is None for message in adapted) and not self._reads_null(source, adapted, variables):
@@ -240,12 +255,6 @@ class ChatTemplate:
                     f"with content of type {kind!r}, which the chat template does not read": None for kind in kinds
                 }
                 message["content"] = joined(parts)
-            if message["role"] == "assistant" and not message["content"]:
-                if not message.get("tool_calls"):
-                    raise Rejected("with an empty answer")
-                if "tool_calls" not in source:
-                    raise Rejected("with a tool call as the answer, which the chat template does not use")
-        for message in adapted:
             if calls := message.get("tool_calls"):
                 forms = self._reads_arguments(source, adapted, variables)
                 message["tool_calls"] = [_called(call, partial(_in_form, forms=forms)) for call in calls]

@@ -83,7 +83,7 @@ def conversation_of(record: object) -> Conversation:
         raise Malformed("without an assistant message")
     if all(message.get("weight") == 0 for message in messages if message["role"] == "assistant"):
         raise Malformed("without an assistant message that counts toward the loss")
-    return Conversation(messages, _template_fields(record), [key for key in record if key not in used])
+    return Conversation(messages, template_fields(record), [key for key in record if key not in used])
 
 
 def _by_form(record: JsonObject) -> tuple[tuple[str, ...], list[JsonObject]]:
@@ -117,7 +117,8 @@ def _by_form(record: JsonObject) -> tuple[tuple[str, ...], list[JsonObject]]:
     raise Malformed("without 'messages', 'conversations', 'instruction' and 'output', or 'prompt' and 'completion'")
 
 
-def _template_fields(record: JsonObject) -> JsonObject:
+def template_fields(record: JsonObject) -> JsonObject:
+    """Variables for the chat template in a record. Raises Malformed."""
     fields: JsonObject = {}
     more = record.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
@@ -207,7 +208,8 @@ def document_of(record: object, key: str, where: str, entry: FileReport) -> Docu
     """A conversation as a document, whose text is JSON with messages and template variables. None if it is skipped."""
     try:
         messages, template, unused = conversation_of(record)
-        text = json.dumps({"messages": messages, "template": template}, ensure_ascii=False)
+        # Tables may hold dates and the like, which a template would write as str does.
+        text = json.dumps({"messages": messages, "template": template}, ensure_ascii=False, default=str)
         entry.take(len(text.encode("utf-8")))
     except (Malformed, UnicodeEncodeError) as problem:
         entry.skip(str(problem) if isinstance(problem, Malformed) else SURROGATE, where)
@@ -242,13 +244,6 @@ def _from_arrow(value: Any, kind: "DataType") -> object:
     if types.is_struct(kind):
         fields = ((field.name, field.type) for field in kind if value[field.name] is not None)
         return {name: _from_arrow(value[name], inner) for name, inner in fields}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return [_from_arrow(item, kind.value_type) for item in value]
-    return dict(value) if types.is_map(kind) else value
-
-
-def without_nulls(value: object) -> object:
-    """A row of `datasets` without the nulls that Arrow adds for fields of other records."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if types.is_map(kind):
+        return {name: _from_arrow(item, kind.item_type) for name, item in value}
+    return [_from_arrow(item, kind.value_type) for item in value] if isinstance(value, list) else value

@@ -8,9 +8,10 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
-from boost.data.conversations import document_of, without_nulls
+from boost.data.conversations import document_of, records_of
 from boost.data.readers import Document, accept, note_unread, require
 from boost.data.report import PrepareReport
 from boost.errors import DataError
@@ -83,9 +84,7 @@ class HubSource:
             if not self.chat and self._row == 1:
                 note_unread(entry, row.keys() - {self.text_field})
             document = (
-                document_of(without_nulls(row), key, where, entry)
-                if self.chat
-                else accept(row[self.text_field], key, where, entry)
+                document_of(row, key, where, entry) if self.chat else accept(row[self.text_field], key, where, entry)
             )
             if document is not None:
                 report.consumed += len(document.text)
@@ -109,9 +108,12 @@ class HubSource:
                 stream = datasets.load_dataset(
                     self.dataset, self.config, split=self.split, streaming=True, revision=self._commit or self.revision
                 )
+                # As tables, which tell null within JSON from a field that the row does not have.
+                stream = stream.with_format("arrow") if self.chat else stream
                 if self._mark["stream"] is not None:
                     stream.load_state_dict(self._mark["stream"])
                 rows, state, number = iter(stream), self._mark["stream"], self._mark["row"]
+                rows = chain.from_iterable(map(records_of, rows)) if self.chat else rows
                 while (row := next(rows, None)) is not None:
                     if number == self._mark["row"] and self._mark["next"] not in (None, _digest(row)):
                         raise DataError(

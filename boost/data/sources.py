@@ -32,6 +32,12 @@ DATASET_METADATA = {"dataset_info.json", "state.json"}
 CARD = "README.md"
 _CONFIGS = re.compile(rb"---\s*\n(?:.*\n)*?configs:")
 """Matches a dataset card whose metadata assign files to splits."""
+_CARD_FIELDS = {
+    "config_name", "data_dir", "data_files", "default", "description", "drop_labels", "drop_metadata", "features", "version",
+    "batch_size", "chunksize", "columns", "delimiter", "doublequote", "encoding", "escapechar", "field", "quotechar", "quoting",
+    "sep",
+}  # fmt: skip
+"""Fields of a config that choose files, or that cannot matter here: a reader finds out how a file is written."""
 DATA_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, ".txt")
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so it is rejected by name.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
@@ -205,18 +211,27 @@ class FilesSource:
         with opening_dataset(self.path) as datasets, TemporaryDirectory() as folder:
             import yaml  # a requirement of `datasets`
 
-            for text in (front.removeprefix(b"---"), configs.get(hidden, b"")):
-                if has_configs and "://" in str((yaml.safe_load(text) or {}).get("configs")):
-                    raise DataError(
-                        f"{self.path}: the configs of its dataset card name data on the network; download it, or remove them"
-                    )
+            texts = (front.removeprefix(b"---"), configs.get(hidden, b"")) if has_configs else ()
+            listed = [config for text in texts for config in (yaml.safe_load(text) or {}).get("configs") or ()]
+            if "://" in str(listed):
+                raise DataError(
+                    f"{self.path}: the configs of its dataset card name data on the network; download it, or remove them"
+                )
             # Names alone decide, so `datasets` gets empty files, all of one format: else, it would leave out the others.
             root, suffix = Path(os.path.realpath(folder), "data"), "" if has_configs else ".txt"
             mirror = {f"{name}{suffix}": b"" for name in data.values()} | {k.name: v for k, v in configs.items()}
             for name, content in mirror.items():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / name).write_bytes(content)
-            found = datasets.load_dataset_builder(str(root), cache_dir=folder).config.data_files or {}
+            chosen = datasets.load_dataset_builder(str(root), cache_dir=folder).config
+            found = chosen.data_files or {}
+            wanted = {key for c in listed if c.get("config_name", "default") == chosen.name for key in c} - _CARD_FIELDS
+            if wanted:
+                raise DataError(
+                    f"{self.path}: its dataset card sets {', '.join(sorted(wanted))} for the files, which is not supported; save "
+                    "the dataset as Parquet (load_dataset, then to_parquet), or remove these fields from the card to read the "
+                    "files as they are"
+                )
         splits = {
             str(split): {os.path.relpath(file, root).removesuffix(suffix) for file in files}
             for split, files in found.items()

@@ -68,13 +68,17 @@ def read_table(
         raise Unreadable(f"not a valid {kind} file", f"several columns are named {twice[0]!r}", "rename all but one")
     number = 1 if chat or is_csv else 0
     for batch in _batches(kind, path, options, read, entry, report):
-        if column is None:
-            for i, record in enumerate(records_of(batch), number):
-                if document := document_of(record, f"{key}:{i}", f"record {i}", entry):
-                    yield document
-        else:
-            for i, text in enumerate(batch[column].to_pylist(), number):
-                yield from accept_pieces([text], f"{key}:{i}", f"row {i}", entry)
+        for i in range(batch.num_rows):
+            where = f"{'record' if chat else 'row'} {number + i}"
+            try:
+                (value,) = records_of(batch.slice(i, 1)) if column is None else [batch[column][i].as_py()]
+            except UnicodeDecodeError:  # pyarrow does not validate text in Parquet
+                entry.skip(NOT_UTF8, where)
+                continue
+            if column is not None:
+                yield from accept_pieces([value], f"{key}:{number + i}", where, entry)
+            elif document := document_of(value, f"{key}:{number + i}", where, entry):
+                yield document
         number += batch.num_rows
 
 

@@ -231,6 +231,8 @@ class PlainText:
         """Id of the token for text that the tokenizer cannot represent."""
         self._special = {eos, *(number for number, token in added.items() if token.special)}
         self._special.discard(self.unknown)
+        if getattr(tokenizer.model, "byte_fallback", False):  # its trainer takes bytes only as special tokens
+            self._special -= {number for number, name in self._added.items() if _BYTE.fullmatch(name)}
         self._split: dict[int, list[int]] = {}
         self._alphabet = _alphabet_of_dropping(tokenizer)
         self.counts = {"unknown": 0, "dropped": 0, "spelled": 0, "forged": 0}

@@ -1,6 +1,8 @@
 """Options for choosing the next token. Does not import torch, so that errors appear immediately."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from boost.errors import ConfigError
 
@@ -16,6 +18,19 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+    @classmethod
+    def of(
+        cls, settings: Mapping[str, Any], temperature: float | None, top_k: int | None, top_p: float | None, seed: int
+    ) -> "Sampling":
+        """The given parameters; for None, those of `settings`, a generation_config.json, if it samples, or else the usual ones."""
+        values: dict[str, Any] = {"temperature": 0.8, "top_k": 0, "top_p": 0.95}
+        if settings.get("do_sample") is True:
+            for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+                value = settings.get(name)
+                values[name] = type(off)(value) if isinstance(value, int | float) else off
+        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return cls(**values | {name: value for name, value in given.items() if value is not None}, seed=seed)
 
     def check(self) -> None:
         """Raises ConfigError if a parameter is invalid. The error names the field, its value and a valid value."""

@@ -105,6 +105,12 @@ def test_standard_input(
             '{"messages": [{"role": "user", "content": "text"}, ...]}',
         ),
         (b'{"messages": [{"role": "user", "content": "x"}]}', ["--prompts", "FILE"], 'of the form {"prompt": "text"}'),
+        (b'{"prompt": [{"role": "user", "content": "x"}]}', ["--prompts", "FILE"], 'of the form {"prompt": "text"}'),
+        (
+            b'{"prompt": "x", "tools": 3}',
+            ["--prompts", "FILE", "--chat"],
+            "line 1: with a number as 'tools', not a list",
+        ),
         pytest.param(b"", ["--chat", "--prompt", "hello"], "has no chat template", marks=pytest.mark.slow),
     ],
 )
@@ -129,6 +135,43 @@ def test_chats_of_a_file(chat: Path, tmp_path: Path, generate: Generate) -> None
     first, second = lines_of(out)
     assert first == {"messages": said, "text": plain[0]["text"], "tokens": plain[0]["tokens"]}
     assert second == {**plain[1], "prompt": "hello"}
+
+
+@pytest.mark.slow
+def test_a_chat_of_a_file_has_tools_and_what_they_returned(
+    checkpoint: Path, tmp_path: Path, generate: Generate, capsys: Capture
+) -> None:
+    """In the form that the template was trained with."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    named = "{% for t in tools or [] %}<{{ t.name }}>{% endfor %}{{ style }}"
+    template, file = checkpoint / "chat_template.jinja", tmp_path / "chats.JSONL"
+    template.write_text(named + TEMPLATE.replace("{{ m.content }}", f"{{{{ m.content or '' }}}}{calls}"))
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    record = {
+        "messages": said,
+        "tools": [{"name": "f"}],
+        "chat_template_kwargs": {"style": "!"},
+        "stop": ["a"],
+        "id": 7,
+    }
+    words: tuple[object, ...] = ("--chat", "--prompts", file, "--json", *SHORT)
+    try:
+        file.write_text(json.dumps(record))
+        code, out, err = say(capsys, "generate", checkpoint, *words)
+        assert code == 0 and err == f"warning: --prompts = '{file}': fields without effect: stop, id\n"
+        rendered = '<f>![user]hi\n[assistant]{"x": 1}\n[tool]2\n[assistant]'
+        (plain,) = lines_of(generate("--prompt", rendered, "--json", *SHORT))
+        assert [line["tokens"] for line in lines_of(out)] == [plain["tokens"]]
+        file.write_text(json.dumps({"prompt": "hi", "chat_template_kwargs": {"thinking": True}}))
+        code, _, err = say(capsys, "generate", checkpoint, *words)
+        assert code == 2 and err.count("\n") == 1 and "does not use 'thinking'; remove it from the prompt" in err
+    finally:
+        template.unlink()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import boost
 from boost.train.checkpoint import WeightReader, open_checkpoint
 from boost.train.metrics import read_metrics
 from tests.cli.commands import Capture, done, llama_of, say
@@ -64,6 +65,16 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
         assert f"whole model: {whole}; untying the head" in said and "embedding added 9,600" in said
         assert "energy kept" in said and "relative error" in said
         assert "9600" in next(line for line in said.splitlines() if line.startswith("untied parameters"))
+
+
+def test_generation_samples_as_the_folder_says(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 9.0, "top_k": 1}))
+    done(capsys, "import", str(llama), "--out", str(tmp_path / "c"))
+    words = ["generate", str(tmp_path / "c"), "--prompt", "def ", "--json", "--max-tokens", "8"]
+    greedy = done(capsys, *words, "--greedy")
+    assert done(capsys, *words) == greedy != done(capsys, *words, "--top-k", "0")
+    model = boost.Model.from_pretrained(llama)
+    assert model.generate("def ", 8) == json.loads(greedy)["text"] != model.generate("def ", 8, top_k=0)
 
 
 @pytest.mark.slow

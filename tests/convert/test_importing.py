@@ -530,14 +530,13 @@ def test_an_adapter_next_to_the_weights_is_refused_with_the_command_that_merges(
 
 def test_fields_that_are_not_used_are_named(tmp_path: Path) -> None:
     rope = {"rope_scaling": {"rope_type": "default", "factor": 4.0}}
-    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}, "qk_norm": True}  # ours in other folders only
     llama_folder(
         tmp_path / "theirs", attention_dropout=0.1, sliding_window=None, use_cache=True, is_causal=True, **rope, **own
     )
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
-    fields = (
-        'attention_dropout = 0.1, auto_map = {"AutoModelForCausalLM": "modeling_own.Own"}, rope_scaling.factor = 4.0'
-    )
+    named = 'attention_dropout = 0.1, auto_map = {"AutoModelForCausalLM": "modeling_own.Own"}'
+    fields = f"{named}, qk_norm = true, rope_scaling.factor = 4.0"
     assert note.endswith(f"fields of config.json: {fields}")
 
 
@@ -560,6 +559,16 @@ def test_an_end_token_at_which_generation_does_not_end_is_named(tmp_path: Path, 
     assert f"end token has id {size - 1}, but generation ends only at 0" in note
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, size - 1]}))
     assert bring(tmp_path / "theirs", tmp_path / "both").notes == []
+
+
+def test_a_token_after_every_text_is_named(tmp_path: Path, store: Path) -> None:
+    """Written as add_eos_token."""
+    tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A E", special_tokens=[("E", 0)])
+    llama_folder(tmp_path / "theirs", vocab_size=tokenizer.get_vocab_size(), eos_token_id=0)
+    tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
+    assert "adds a token after every text, which boost and its exports leave out" in note
 
 
 def test_generation_settings_that_are_not_used_are_named(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The usual forms of conversations, the files that hold them, and what is said of records that are none."""
 
+import datetime
+import decimal
 import gzip
 import json
 from pathlib import Path
@@ -10,7 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from boost.data.conversations import Malformed, conversation_of
+from boost.data import hub
+from boost.data.conversations import Malformed, conversation_of, records_of
 from boost.data.report import PrepareReport
 from boost.data.sources import FilesSource
 from boost.errors import DataError
@@ -215,3 +218,39 @@ def test_nulls_of_a_merged_schema_are_no_content(tmp_path: Path) -> None:
         for name in ("a.jsonl", "a.parquet")
     )
     assert lines == rows
+
+
+def test_nulls_in_views_and_maps_are_no_content_either() -> None:
+    struct = pyarrow.struct([("a", pyarrow.int64()), ("b", pyarrow.int64())])
+    view = pyarrow.array([[{"a": 1}]], pyarrow.list_view(struct))
+    entries = pyarrow.array([[("k", {"a": 1})]], pyarrow.map_(pyarrow.string(), struct))
+    (record,) = records_of(pyarrow.table({"view": view, "map": entries}))
+    assert record == {"view": [{"a": 1}], "map": {"k": {"a": 1}}}
+
+
+def test_values_that_json_has_not_are_as_a_template_writes_them(tmp_path: Path) -> None:
+    at = datetime.datetime(2024, 1, 2, 3, 4)
+    messages = [{**USER, "timestamp": at, "hash": b"x"}, {**ANSWER, "cost": decimal.Decimal("0.1")}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    (document,) = FilesSource(tmp_path / "a.parquet", chat=True).documents(PrepareReport())
+    assert json.loads(document.text)["messages"] == [
+        {**USER, "timestamp": "2024-01-02 03:04:00", "hash": "b'x'"},
+        {**ANSWER, "cost": "0.1"},
+    ]
+
+
+def test_a_streamed_table_keeps_null_within_json(
+    tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a column of JSON, null is a value; elsewhere, Arrow adds it to rows that do not have the field."""
+    call = {"function": {"name": "f", "arguments": {"x": None}}}
+    text, calls = datasets.Value("string"), datasets.List(datasets.Json())
+    features = {"messages": datasets.List({"role": text, "content": text, "tool_calls": calls})}
+    records: list[Any] = [{"messages": [USER, {**ANSWER, "tool_calls": [call]}]}, {"messages": [USER, ANSWER]}]
+    rows = datasets.Dataset.from_list(records, features=datasets.Features(features))
+    rows.to_parquet(str(tmp_path / "a.parquet"))
+    stream = datasets.load_dataset("parquet", data_files=str(tmp_path / "a.parquet"), split="train", streaming=True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    monkeypatch.setattr(hub, "commit_of", lambda dataset, revision: "commit")
+    documents = hub.HubSource("someone/chats", chat=True).documents(PrepareReport())
+    assert [json.loads(document.text)["messages"] for document in documents] == [r["messages"] for r in records]

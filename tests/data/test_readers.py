@@ -412,6 +412,20 @@ def test_parquet_of_the_wrong_shape(tmp_path):
     assert ("x.parquet", "not a valid Parquet file") in skips(report)
 
 
+def test_text_in_parquet_that_is_not_utf8_is_skipped_row_by_row(tmp_path):
+    """pyarrow reads it without an error."""
+    texts = pa.array([b"one", b"t\xffo", b"three"]).view(pa.string())
+    write_parquet(tmp_path / "x.parquet", text=texts)
+    documents, report = read(FilesSource(tmp_path / "x.parquet"))
+    assert documents == [("x.parquet:0", "one"), ("x.parquet:2", "three")]
+    assert skips(report) == {("x.parquet", "not UTF-8 text"): ["row 1"]}
+    answers = pa.StructArray.from_arrays([pa.array(["assistant"] * 3), texts], ["role", "content"])
+    write_parquet(tmp_path / "x.parquet", messages=pa.ListArray.from_arrays([0, 1, 2, 3], answers))
+    documents, report = read(FilesSource(tmp_path / "x.parquet", chat=True))
+    assert [key for key, _ in documents] == ["x.parquet:1", "x.parquet:3"]
+    assert skips(report) == {("x.parquet", "not UTF-8 text"): ["record 2"]}
+
+
 def test_columns_of_one_name_are_refused(tmp_path):
     table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "x.parquet")

@@ -189,6 +189,20 @@ def test_a_snapshot_of_the_hub_is_what_its_card_says(tmp_path):
     assert [text for _, text in read(FilesSource(folder))[0]] == ["blobs/2.parquet"]
 
 
+def test_a_card_that_says_how_to_read_files_is_refused(tmp_path):
+    """datasets takes the names of columns from it, we would take the first row. What a reader finds out itself may be there."""
+    (tmp_path / "a.csv").write_text("text;n\nb;1\n")
+    item = "- config_name: {}\n  data_files: a.csv\n"
+    card = f"---\nconfigs:\n{item}  sep: ';'\n  {{}}: 1\n{item}---\n"
+    (tmp_path / "README.md").write_text(card.format("other", "skiprows", "default"))
+    assert [text for _, text in read(FilesSource(tmp_path))[0]] == ["b"]
+    (tmp_path / "README.md").write_text(card.format("default", "skiprows", "other"))
+    with pytest.raises(
+        DataError, match="dataset card sets skiprows for the files, which is not supported; save the dataset"
+    ):
+        FilesSource(tmp_path)
+
+
 def test_a_folder_of_several_splits_without_train_asks(tmp_path):
     write_rows(tmp_path, "test.csv", "validation.csv")
     with pytest.raises(DataError, match="no train split among validation, test"):

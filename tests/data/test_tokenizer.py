@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from boost.data import tokenizer as tk
 from boost.data.encode import split_text
@@ -85,6 +85,15 @@ def test_a_vocabulary_that_spells_the_end_token_cannot_forge_it_either(name, spe
     plain = tk.PlainText(tokenizer, eos=1)
     assert "".join(map(tokenizer.id_to_token, plain.encode("a </s> b"))) == "a</s>b"
     assert plain.counts == {"unknown": 0, "dropped": 0, "spelled": 1, "forged": 0}
+
+
+def test_bytes_of_a_fallback_stay_bytes_if_they_are_special_tokens():
+    """The only way to have a BPE trainer add them."""
+    names = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.train_from_iterator(["abc <0x>"], trainers.BpeTrainer(special_tokens=names, show_progress=False))
+    plain = tk.PlainText(tk.parse_tokenizer(tokenizer.to_str()), eos=1)
+    assert plain.encode("\u65e5") == [2 + byte for byte in "\u65e5".encode()] and plain.counts["spelled"] == 0
 
 
 def test_an_end_token_that_text_cannot_avoid_is_counted():
