@@ -26,9 +26,10 @@ class Sampling:
         """The given parameters; for None, those of `settings`, a generation_config.json, if it samples, or else the usual ones."""
         values: dict[str, Any] = {"temperature": 0.8, "top_k": 0, "top_p": 0.95}
         if settings.get("do_sample") is True:
-            for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+            # What transformers takes where a value is null or missing.
+            for name, usual in (("temperature", 1.0), ("top_k", 50), ("top_p", 1.0)):
                 value = settings.get(name)
-                values[name] = type(off)(value) if isinstance(value, int | float) else off
+                values[name] = type(usual)(value) if isinstance(value, int | float) else usual
         given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         return cls(**values | {name: value for name, value in given.items() if value is not None}, seed=seed)
 

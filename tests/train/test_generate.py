@@ -51,6 +51,7 @@ def test_greedy_takes_the_likeliest_and_seeds_repeat() -> None:
 
 def test_parameters_that_are_not_given_are_those_of_the_folder_if_it_samples() -> None:
     theirs = {"do_sample": True, "top_k": 20, "top_p": None, "repetition_penalty": 1.1}
+    assert Sampling.of({"do_sample": True}, None, None, None, 0) == Sampling(1.0, 50, 1.0), "as in transformers"
     assert Sampling.of(theirs, None, None, None, 3) == Sampling(1.0, 20, 1.0, 3)
     assert Sampling.of(theirs | {"temperature": 0.6}, None, 5, 0.5, 0) == Sampling(0.6, 5, 0.5)
     for other in ({}, theirs | {"do_sample": False}):
