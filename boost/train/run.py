@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.recipes import TOKENS_PER_PARAMETER
@@ -29,6 +32,7 @@ from boost.train.checkpoint import checkpoint_path, fallback_folder, open_checkp
 from boost.train.console import ConsoleHook
 from boost.train.events import TrainResult
 from boost.train.faults import Fault, FaultInjection
+from boost.train.hardware import allows_tf32
 from boost.train.heartbeat import Heartbeat, process_name
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
@@ -57,10 +61,13 @@ class Session:
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins the mesh. Raises the same errors as `open_mesh`."""
         self.config = config
+        self._found_group = dist.is_initialized()
         self.mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, stopped)
         self.rank = self.mesh.rank
         """This process's number in log file names."""
 
+    _found_group = False
+    """Whether the script had created a process group, which outlives the run."""
     rejoins = False
     """Whether this process joins a run that is already training."""
 
@@ -86,7 +93,8 @@ class Session:
         """Called when the run fails with `error` on this process."""
 
     def close(self) -> None:
-        close_mesh()
+        if not self._found_group:
+            close_mesh()
 
 
 def check_before_start(
@@ -125,6 +133,28 @@ def train_process(*arguments: Any) -> int:
     return train(*arguments)[1]
 
 
+@contextlib.contextmanager
+def _apart_from_the_script() -> Iterator[None]:
+    """Context manager in which a run computes as in a process of its own: it neither follows nor changes a script's default dtype,
+    default device, autocast, no_grad, inference mode and random numbers."""
+    dtype, deterministic = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_deterministic_debug_mode(deterministic)
+
+
+@_apart_from_the_script()
 def train(
     config: Config,
     resume: str | None,
@@ -190,8 +220,6 @@ def _train(
     hooks: Sequence[Hook],
     restart: bool,
 ) -> TrainResult:
-    import torch
-
     config, mesh = session.config, session.mesh
     run = RunDirectory(Path(config.run.dir))
     run.lock = lock
@@ -274,7 +302,12 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
             f"{masked[0]} holds conversations, but tokens attend to earlier conversations in the same sequence; "
             "set data.isolate_documents = true"
         )
-    if trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32":
+    if trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32" and allows_tf32():
+        yield (
+            "this run computes in TF32, because train.compute_dtype = 'float32' and this process allows TF32; to forbid it, unset "
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or call torch.set_float32_matmul_precision('highest')"
+        )
+    elif trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32":
         yield (
             "this run computes in float32 without TF32, several times slower than in bfloat16; to compute in bfloat16, add "
             "compute_dtype = 'bfloat16' to [train]"

@@ -83,6 +83,18 @@ def test_it_is_the_decoder_of_a_run(name: str, kv_heads: int) -> None:
     assert worst(gradients(model), toy.gradients(fused)) <= 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_initial_weights_do_not_depend_on_torchs_default_dtype(dtype: torch.dtype) -> None:
+    for options in ({"family": "lax", "gate": "tensor"}, {"family": "svd", "factor_init": "spectral"}):
+        usual = Decoder(dim=32, ffn_dim=48, heads=4, layers=2, vocab_size=64, rank=8, dtype=torch.float32, **options)
+        torch.set_default_dtype(dtype)
+        try:
+            other = Decoder(usual.spec)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(map(torch.equal, usual.parameters(), other.parameters()))
+
+
 def test_documents_do_not_see_each_other() -> None:
     model = Decoder(**sizes("svd"))
     tokens, _ = data()
