@@ -246,6 +246,8 @@ def _train(
     return result
 
 
+TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Environment variables in which mpirun and srun pass the number of processes that they started."""
 MANY_EPOCHS = 4.0
 """Repeating data up to 4 times is about as good as new data (arXiv 2305.16264)."""
 FEW_HELDOUT_TOKENS = 20_000
@@ -280,6 +282,14 @@ def model_advice(trainer: Trainer) -> Iterator[str]:
 def start_advice(trainer: Trainer) -> Iterator[str]:
     """Advice before the first step, based on the configuration, the token stores and this machine."""
     train, corpus = trainer.config.train, trainer.corpus
+    is_whole = bool(launch_dir()) or "RANK" not in os.environ
+    counts = {name: os.environ.get(name, "1") for name in TASK_COUNTS if is_whole}
+    for name, count in counts.items():
+        if count.isdecimal() and int(count) > 1:
+            yield (
+                f"{name} = {count}: without RANK and WORLD_SIZE, each of the {count} tasks is a whole run of its own; for one run "
+                "over all of them, start 'boost launch' in each (examples/slurm.sh)"
+            )
     for store, weight, samples in zip(corpus.stores, corpus.weights, trainer.batches.samples_of, strict=True):
         epochs = float(weight) * train.steps * train.global_batch / samples
         if epochs > MANY_EPOCHS:
