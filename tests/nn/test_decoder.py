@@ -83,6 +83,16 @@ def test_it_is_the_decoder_of_a_run(name: str, kv_heads: int) -> None:
     assert worst(gradients(model), toy.gradients(fused)) <= 1e-12
 
 
+def test_a_forward_that_is_put_back_is_no_other_forward() -> None:
+    """As accelerate does when it unwraps a model."""
+    model = Decoder(**sizes("cola"))
+    model.forward = model.forward  # type: ignore[method-assign]
+    assert dict(model.whole_parameters()).keys() == dict(copy.deepcopy(model).whole_parameters()).keys()
+    model.forward = Decoder(model.spec).forward  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="has another forward"):
+        model.stored_parameters()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_initial_weights_do_not_depend_on_torchs_default_dtype(dtype: torch.dtype) -> None:
     for options in ({"family": "lax", "gate": "tensor"}, {"family": "svd", "factor_init": "spectral"}):
