@@ -53,15 +53,12 @@ def require_trained(model: Model, fused_params: Sequence[FusedParam]) -> None:
     """Raises ConfigError for parameters that hooks have replaced or added: a step updates those that the run built."""
     if any(fused.shard for fused in fused_params):
         return  # fully_shard replaces them, too
-    now, built = {id(p): name for name, p in model.named_parameters()}, {id(f.parameter): f for f in fused_params}
-    if lost := [fused.slices[0].parameter.name for key, fused in built.items() if key not in now]:
+    now = {id(parameter): name for name, parameter in model.named_parameters()}
+    built = {id(fused.parameter): fused.slices[0].parameter.name for fused in fused_params}
+    if changed := [(built | now)[key] for key in (*built, *now) if not (key in built and key in now)]:
         raise ConfigError(
-            f"a hook has replaced the parameter of '{lost[0]}', which steps would no longer train; change its values in place "
+            f"a hook has replaced or added the parameter '{changed[0]}', which no step would train; change values in place "
             "(copy_, or load_state_dict without assign)"
-        )
-    if added := [name for key, name in now.items() if key not in built]:
-        raise ConfigError(
-            f"a hook has added the parameter '{added[0]}', which no step would train, and no checkpoint hold"
         )
 
 

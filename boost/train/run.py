@@ -67,7 +67,6 @@ class Session:
         """This process's number in log file names."""
 
     _found_group = False
-    """Whether the script had created a process group, which outlives the run."""
     rejoins = False
     """Whether this process joins a run that is already training."""
 
@@ -93,7 +92,7 @@ class Session:
         """Called when the run fails with `error` on this process."""
 
     def close(self) -> None:
-        if not self._found_group:
+        if not self._found_group:  # a script's own outlives the run
             close_mesh()
 
 
@@ -282,10 +281,9 @@ def model_advice(trainer: Trainer) -> Iterator[str]:
 def start_advice(trainer: Trainer) -> Iterator[str]:
     """Advice before the first step, based on the configuration, the token stores and this machine."""
     train, corpus = trainer.config.train, trainer.corpus
-    is_whole = bool(launch_dir()) or "RANK" not in os.environ
-    counts = {name: os.environ.get(name, "1") for name in TASK_COUNTS if is_whole}
-    for name, count in counts.items():
-        if count.isdecimal() and int(count) > 1:
+    is_whole = launch_dir() or "RANK" not in os.environ
+    for name in TASK_COUNTS if is_whole else ():
+        if (count := os.environ.get(name, "")).isdecimal() and int(count) > 1:
             yield (
                 f"{name} = {count}: without RANK and WORLD_SIZE, each of the {count} tasks is a whole run of its own; for one run "
                 "over all of them, start 'boost launch' in each (examples/slurm.sh)"

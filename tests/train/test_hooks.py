@@ -266,6 +266,13 @@ def test_hooks_of_modules_that_no_step_calls_are_refused(store: Path, tmp_path: 
         fit(make_config(store, tmp_path / "group"), attach("blocks.0.qkv"))
 
 
+def test_methods_that_are_named_like_events_are_reported() -> None:
+    with pytest.warns(UserWarning, match=r"Watch\.on_step_end is never called"):
+
+        class Watch(Hook):
+            def on_step_end(self) -> None: ...
+
+
 def assign(trainer: Trainer) -> None:
     trainer.model.load_state_dict(
         {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}, assign=True
@@ -277,7 +284,8 @@ def add(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "said"), [(assign, "has replaced the parameter of 'embed'"), (add, "added the parameter 'scale'")]
+    ("action", "said"),
+    [(assign, "replaced or added the parameter 'embed'"), (add, "replaced or added the parameter 'scale'")],
 )
 def test_parameters_that_no_step_trains_are_refused(action: Any, said: str, store: Path, tmp_path: Path) -> None:
     for number, event in enumerate((("on_train_start", 0), ("after_step", 2))):
