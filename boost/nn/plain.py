@@ -85,7 +85,7 @@ def is_read(what: str | None, tp: int) -> bool:
 def call(module: nn.Module, x: Tensor, batch: int) -> Tensor:
     """Calls a module on tokens [T], or on activations [T, D], whose dtype its weights need not have, as [B, S, ...]."""
     narrow = x.dtype in (torch.bfloat16, torch.float16)
-    with torch.autocast(x.device.type, x.dtype if narrow else None, enabled=narrow):
+    with torch.autocast("cpu" if x.is_meta else x.device.type, x.dtype if narrow else None, enabled=narrow):
         y: Tensor = module(x.unflatten(0, (batch, -1))).flatten(0, 1)
     return y.to(x.dtype) if x.is_floating_point() else y
 

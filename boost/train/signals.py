@@ -46,8 +46,7 @@ class StopRequest:
     KeyboardInterrupt. Inside another one, it yields the outer one.
 
     Pending signals are delivered as soon as the handlers are installed. On exit, restores previous handlers and signal mask (after
-    a SIGINT, its handler only when the 2 s are over). On a thread other than the main one, where Python allows no handlers, it
-    catches nothing.
+    a SIGINT, its handler only when the 2 s are over). It catches signals only on the main thread, as Python requires.
     """
 
     announces: ClassVar[bool] = True

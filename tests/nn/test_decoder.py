@@ -300,6 +300,10 @@ def test_tensors_without_data() -> None:
     with FakeTensorMode():
         model, tokens = Decoder(**sizes("cola"), initialized=False), torch.zeros(2, 8, dtype=torch.int64)
         assert model(tokens, tokens).shape == () and model(tokens).shape == (2, 8, 64)
+    model, tokens = Decoder(**sizes("cola"), device="meta"), torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    model(tokens, tokens).backward()  # as tools that count FLOPs do
+    model.norm.register_forward_hook(lambda _module, _x, y: 2 * y)
+    assert model(tokens).shape == (2, 8, 64)
 
 
 @pytest.mark.slow
