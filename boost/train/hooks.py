@@ -66,7 +66,6 @@ class Hook:
     """Whether the hook runs on the main process only."""
 
     def __init_subclass__(cls) -> None:
-        """Warns about methods that are named like events."""
         for name in vars(cls):
             if name.startswith(("on_", "before_", "after_")) and not hasattr(Hook, name):
                 warnings.warn(f"{cls.__name__}.{name} is never called: it is not an event of boost.Hook", stacklevel=2)

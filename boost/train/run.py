@@ -141,8 +141,8 @@ def _apart_from_the_script() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        for kind in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.autocast("cuda", enabled=False))
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)

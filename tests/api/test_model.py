@@ -81,7 +81,7 @@ def test_what_a_script_has_set_changes_nothing(store: Path, tmp_path: Path, trai
 
     def fit() -> None:
         with unusual():
-            before = torch.get_rng_state()
+            before = torch.manual_seed(5).get_state()
             trainer = boost.Trainer(tree(store, tmp_path / "other"))
             with pytest.warns(UserWarning, match="not on the main thread"):
                 made.append(trainer.fit())

@@ -219,9 +219,7 @@ def test_the_ranks_are_those_of_the_folder_with_the_weights(tmp_path: Path, tran
 
 
 def test_linears_that_round_their_weights_are_left() -> None:
-    """As float8 training and fake quantization do."""
-
-    class Rounded(nn.Linear):
+    class Rounded(nn.Linear):  # as float8 training and fake quantization do
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(x, self.weight.to(torch.float8_e4m3fn).to(x.dtype), self.bias)
 
