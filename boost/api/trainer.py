@@ -1,5 +1,7 @@
 """`Trainer`: a run from Python, with hooks."""
 
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,10 +73,12 @@ class Trainer:
 
         A signal (SIGTERM, SIGUSR1, SIGHUP or Ctrl-C) saves and raises `boost.Stopped`, so that a script does not go on as if the
         run were complete; with `return_if_stopped`, it returns the result, whose `stopped` is true. A signal before the first step
-        always raises. Raises BoostError if training fails.
+        always raises. On a thread other than the main one, no signal is caught. Raises BoostError if training fails.
         """
         from boost.train.run import train
 
+        if threading.current_thread() is not threading.main_thread():
+            warnings.warn("fit() is not on the main thread, so a signal ends the run without a save", stacklevel=2)
         result, _ = train(self.config, self._resume, self._start_from, hooks=self.hooks)
         if result is None:
             raise Stopped("a signal stopped the run before its first step; nothing was lost")

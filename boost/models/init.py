@@ -41,12 +41,12 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
     """A parameter's whole initial tensor, fp32 on the CPU."""
     kind = parameter.name.rpartition(".")[2]
     if kind in ("norm_bias", "bias"):
-        return torch.zeros(parameter.shape)
+        return torch.zeros(parameter.shape, dtype=torch.float32)
     if parameter.role in ("norm", "final_norm", "qk_norm") or kind == "norm_weight":
-        return torch.ones(parameter.shape)
+        return torch.ones(parameter.shape, dtype=torch.float32)
     if kind.startswith("gate_"):  # kaiming-uniform by fan-in, as in torch.nn.Linear
         bound = parameter.shape[-1] ** -0.5
-        return torch.rand(parameter.shape, generator=_generator(parameter.name, seed)).mul_(2 * bound).sub_(bound)
+        return _draw(torch.rand, parameter.shape, parameter.name, seed).mul_(2 * bound).sub_(bound)
     if _is_spectral(parameter, model):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the number of threads would change the last bits
@@ -61,7 +61,7 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
         slot = slot_of(model, parameter.name)
         assert slot.rank is not None
         std = slot.rank**-0.25 * (slot.d_in + slot.d_out) ** -0.25
-    return torch.randn(parameter.shape, generator=_generator(parameter.name, seed)).mul_(std)
+    return _draw(torch.randn, parameter.shape, parameter.name, seed).mul_(std)
 
 
 def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, int], int, float]:
@@ -140,18 +140,18 @@ def _is_spectral(parameter: Parameter, model: ModelConfig) -> bool:
 def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: int) -> dict[str, Tensor]:
     """Factors A and B, fp32, of a linear: the best approximation, at their rank, of the dense linear's own initial weight (spectral
     initialization: Khodak et al., arXiv 2105.01029)."""
-    factors = factorize(torch.randn(shape, generator=_generator(name, seed)).mul_(std), rank)
+    factors = factorize(_draw(torch.randn, shape, name, seed).mul_(std), rank)
     a_RI, b_OR = factors.a_RI.float(), factors.b_OR.float()
     missing = rank - factors.rank
     if missing > 0:  # the rank may exceed the width of the key/value heads: B starts at 0 there, and A must not
-        extra = torch.randn((missing, shape[1]), generator=_generator(f"{name}.A", seed)).mul_(std)
+        extra = _draw(torch.randn, (missing, shape[1]), f"{name}.A", seed).mul_(std)
         a_RI, b_OR = torch.cat((a_RI, extra)), torch.cat((b_OR, b_OR.new_zeros(shape[0], missing)), dim=1)
     return {"A": a_RI, "B": b_OR}
 
 
-def _generator(name: str, seed: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+def _draw(distribution: Callable[..., Tensor], shape: tuple[int, ...], name: str, seed: int) -> Tensor:
+    seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
+    return distribution(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 # Factors of a matrix.

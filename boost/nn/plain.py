@@ -4,6 +4,7 @@ are stored or copied, whatever weights do not tell is refused (`stored_parameter
 """
 
 from collections.abc import Callable, Iterable
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ def difference(
     forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
     if hooks and (forward or backward or module._backward_pre_hooks or module._compiled_call_impl):
         return "has hooks or is compiled"  # torch.nn.utils.prune is a hook, too
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and module.forward != MethodType(type(module).forward, module):
         return "has another forward"
     for name, value in options.items():
         if getattr(module, name) != value:
@@ -61,7 +62,7 @@ def attached(module: nn.Module) -> str | None:
     buffers are not included."""
     if any(value for name, value in vars(module).items() if name.endswith("_hooks")) or module._compiled_call_impl:
         return "has hooks or is compiled"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and module.forward != MethodType(type(module).forward, module):
         return "has another forward"
     for weight in module._parameters.values():
         if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
@@ -84,7 +85,7 @@ def is_read(what: str | None, tp: int) -> bool:
 def call(module: nn.Module, x: Tensor, batch: int) -> Tensor:
     """Calls a module on tokens [T], or on activations [T, D], whose dtype its weights need not have, as [B, S, ...]."""
     narrow = x.dtype in (torch.bfloat16, torch.float16)
-    with torch.autocast(x.device.type, x.dtype if narrow else None, enabled=narrow):
+    with torch.autocast("cpu" if x.is_meta else x.device.type, x.dtype if narrow else None, enabled=narrow):
         y: Tensor = module(x.unflatten(0, (batch, -1))).flatten(0, 1)
     return y.to(x.dtype) if x.is_floating_point() else y
 

@@ -122,9 +122,10 @@ def autocast_resolved(device: torch.device, dtype: torch.dtype) -> Iterator[torc
 
     Autocast is disabled in this context, because it does not apply to the hand-written nodes, which choose their own dtypes.
     """
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    with torch.autocast(device.type, enabled=False):
+    kind = "cpu" if device.type == "meta" else device.type  # autocast knows no meta tensors
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
         yield dtype
 
 

@@ -32,9 +32,14 @@ def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
     if peak is None:
         return math.nan
     tflops = peak.of_dtype(str(compute_dtype).removeprefix("torch."))
-    if compute_dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if compute_dtype == torch.float32 and allows_tf32():
         tflops = peak.tf32 or peak.fp32
     return math.nan if tflops is None else tflops * _TERA
+
+
+def allows_tf32() -> bool:
+    """Whether this process lets fp32 products on GPUs use TF32, set in any of torch's ways or by a container image."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def total_memory(device: torch.device) -> int:

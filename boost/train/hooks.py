@@ -49,6 +49,7 @@ The launcher then ends the other processes, as after any error. An error in `bef
 TrainingError on the others) before anything is written. An error in `teardown` is only logged, because the run is over.
 """
 
+import warnings
 from typing import TYPE_CHECKING, ClassVar
 
 from boost.text import JsonObject
@@ -63,6 +64,11 @@ class Hook:
 
     main_only: ClassVar[bool] = False
     """Whether the hook runs on the main process only."""
+
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls):
+            if name.startswith(("on_", "before_", "after_")) and not hasattr(Hook, name):
+                warnings.warn(f"{cls.__name__}.{name} is never called: it is not an event of boost.Hook", stacklevel=2)
 
     def setup(self, trainer: "Trainer") -> None:
         """Acquires resources such as files and connections. Called before any hook gets `on_train_start`."""

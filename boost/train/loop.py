@@ -31,7 +31,7 @@ from boost.train.evaluate import Evaluation
 from boost.train.hardware import StepClock, memory_bytes, mfu, peak_flops
 from boost.train.heartbeat import Phase, enter
 from boost.train.judge import Judge
-from boost.train.model import Model, build_model, initialize_model, require_called
+from boost.train.model import Model, build_model, initialize_model, require_called, require_trained
 from boost.train.replicas import require_sound
 from boost.train.resume import check_resumable, inherited_data, require_start, resume_warnings
 from boost.train.rundir import RunDirectory, flat_config
@@ -223,6 +223,7 @@ class Trainer:
             self.notify("setup")
             self.notify("on_train_start")
             require_called(self.model)
+            require_trained(self.model, self.fused_params)
             with StopRequest() as self._signals:
                 stopped = self._train()
                 # Keep catching signals, so that a late one does not discard the results of a saved run.
@@ -401,6 +402,7 @@ class Trainer:
     def _may_save(self, last: bool = False) -> bool:
         """Waits for the save in flight. Returns whether a new one may start, that is, whether no hook on any process refuses it."""
         self._require_all_processes("save")
+        require_trained(self.model, self.fused_params)
         self.signals_to_reduce = True
         in_flight, begin = self.saves.saver.in_flight, time.perf_counter()
         self.finish_save()

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -47,6 +47,19 @@ def require_called(model: Model) -> None:
                 f"hooks of '{name}' would not be called: a step only reads its weights; attach them to the block or to "
                 "parameters, or train a boost.nn.Decoder in a loop of your own"
             )
+
+
+def require_trained(model: Model, fused_params: Sequence[FusedParam]) -> None:
+    """Raises ConfigError for parameters that hooks have replaced or added: a step updates those that the run built."""
+    if any(fused.shard for fused in fused_params):
+        return  # fully_shard replaces them, too
+    now = {id(parameter): name for name, parameter in model.named_parameters()}
+    built = {id(fused.parameter): fused.slices[0].parameter.name for fused in fused_params}
+    if changed := [(built | now)[key] for key in (*built, *now) if not (key in built and key in now)]:
+        raise ConfigError(
+            f"a hook has replaced or added the parameter '{changed[0]}', which no step would train; change values in place "
+            "(copy_, or load_state_dict without assign)"
+        )
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
@@ -141,6 +154,11 @@ def _compiler_error(device: torch.device) -> str:
 
 
 def _require_compiler(part: CompiledPart, device: torch.device) -> None:
+    if torch._dynamo.config.disable:
+        raise ConfigError(
+            f"train.compile = '{part}', but TORCH_COMPILE_DISABLE = 1 in the environment disables torch.compile; unset it, or set "
+            "train.compile = 'none'"
+        )
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
     if device.type == "cuda":
         missing = "" if has_triton() else "Triton"

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.recipes import TOKENS_PER_PARAMETER
@@ -29,6 +32,7 @@ from boost.train.checkpoint import checkpoint_path, fallback_folder, open_checkp
 from boost.train.console import ConsoleHook
 from boost.train.events import TrainResult
 from boost.train.faults import Fault, FaultInjection
+from boost.train.hardware import allows_tf32
 from boost.train.heartbeat import Heartbeat, process_name
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
@@ -57,10 +61,12 @@ class Session:
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins the mesh. Raises the same errors as `open_mesh`."""
         self.config = config
+        self._found_group = dist.is_initialized()
         self.mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, stopped)
         self.rank = self.mesh.rank
         """This process's number in log file names."""
 
+    _found_group = False
     rejoins = False
     """Whether this process joins a run that is already training."""
 
@@ -86,7 +92,8 @@ class Session:
         """Called when the run fails with `error` on this process."""
 
     def close(self) -> None:
-        close_mesh()
+        if not self._found_group:  # a script's own outlives the run
+            close_mesh()
 
 
 def check_before_start(
@@ -125,6 +132,28 @@ def train_process(*arguments: Any) -> int:
     return train(*arguments)[1]
 
 
+@contextlib.contextmanager
+def _apart_from_the_script() -> Iterator[None]:
+    """Context manager in which a run computes as in a process of its own: it neither follows nor changes a script's default dtype,
+    default device, autocast, no_grad, inference mode and random numbers."""
+    dtype, deterministic = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.autocast("cuda", enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_deterministic_debug_mode(deterministic)
+
+
+@_apart_from_the_script()
 def train(
     config: Config,
     resume: str | None,
@@ -190,8 +219,6 @@ def _train(
     hooks: Sequence[Hook],
     restart: bool,
 ) -> TrainResult:
-    import torch
-
     config, mesh = session.config, session.mesh
     run = RunDirectory(Path(config.run.dir))
     run.lock = lock
@@ -218,6 +245,8 @@ def _train(
     return result
 
 
+TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Environment variables in which mpirun and srun pass the number of processes that they started."""
 MANY_EPOCHS = 4.0
 """Repeating data up to 4 times is about as good as new data (arXiv 2305.16264)."""
 FEW_HELDOUT_TOKENS = 20_000
@@ -252,6 +281,13 @@ def model_advice(trainer: Trainer) -> Iterator[str]:
 def start_advice(trainer: Trainer) -> Iterator[str]:
     """Advice before the first step, based on the configuration, the token stores and this machine."""
     train, corpus = trainer.config.train, trainer.corpus
+    is_whole = launch_dir() or "RANK" not in os.environ
+    for name in TASK_COUNTS if is_whole else ():
+        if (count := os.environ.get(name, "")).isdecimal() and int(count) > 1:
+            yield (
+                f"{name} = {count}: without RANK and WORLD_SIZE, each of the {count} tasks is a whole run of its own; for one run "
+                "over all of them, start 'boost launch' in each (examples/slurm.sh)"
+            )
     for store, weight, samples in zip(corpus.stores, corpus.weights, trainer.batches.samples_of, strict=True):
         epochs = float(weight) * train.steps * train.global_batch / samples
         if epochs > MANY_EPOCHS:
@@ -274,7 +310,12 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
             f"{masked[0]} holds conversations, but tokens attend to earlier conversations in the same sequence; "
             "set data.isolate_documents = true"
         )
-    if trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32":
+    if trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32" and allows_tf32():
+        yield (
+            "this run computes in TF32, because train.compute_dtype = 'float32' and this process allows TF32; to forbid it, unset "
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or call torch.set_float32_matmul_precision('highest')"
+        )
+    elif trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32":
         yield (
             "this run computes in float32 without TF32, several times slower than in bfloat16; to compute in bfloat16, add "
             "compute_dtype = 'bfloat16' to [train]"

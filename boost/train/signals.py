@@ -8,6 +8,7 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
@@ -45,7 +46,7 @@ class StopRequest:
     KeyboardInterrupt. Inside another one, it yields the outer one.
 
     Pending signals are delivered as soon as the handlers are installed. On exit, restores previous handlers and signal mask (after
-    a SIGINT, its handler only when the 2 s are over). Enter it on the main thread, as Python requires for handlers.
+    a SIGINT, its handler only when the 2 s are over). It catches signals only on the main thread, as Python requires.
     """
 
     announces: ClassVar[bool] = True
@@ -77,6 +78,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         request, caught = StopRequest._open or self, caught_signals()
+        if threading.current_thread() is not threading.main_thread():
+            return request
         # Inside another one, too: a hook or a library may have installed its own handlers in between.
         previous = {number: signal.signal(number, request._record) for number in caught}
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)

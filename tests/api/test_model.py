@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from boost.train.events import StepEnd
 from tests import toy
 from tests.distributed import run_distributed
 from tests.nn import ways
+from tests.train.runs import losses
 
 SIZES = {"vocab_size": 300, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 4, "rank": 8}
 
@@ -60,6 +63,40 @@ def test_a_run_with_hooks(store: Path, tmp_path: Path, capsys: pytest.CaptureFix
     both = [boost.Model.from_pretrained(tmp_path / name) for name in ("run", "other")]
     one, other = (dict(model.decoder.whole_parameters()) for model in both)
     assert all(torch.equal(one[name], other[name]) for name in one), "the same run as the command's"
+
+
+@contextlib.contextmanager
+def unusual() -> Iterator[None]:
+    """What a script may have set for its own computations."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_a_script_has_set_changes_nothing(store: Path, tmp_path: Path, trained: boost.Trainer) -> None:
+    made: list[Any] = []
+
+    def fit() -> None:
+        with unusual():
+            before = torch.manual_seed(5).get_state()
+            trainer = boost.Trainer(tree(store, tmp_path / "other"))
+            with pytest.warns(UserWarning, match="not on the main thread"):
+                made.append(trainer.fit())
+            assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float64
+            made.append(torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu"))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        thread = threading.Thread(target=fit)
+        thread.start()
+        thread.join()
+        assert made[1] and dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+    assert losses(tmp_path / "other") == losses(tmp_path / "run")
 
 
 def test_a_hook_stops_it_and_it_resumes(store: Path, tmp_path: Path) -> None:

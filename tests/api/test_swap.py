@@ -209,6 +209,26 @@ def test_a_folder_without_ranks_is_refused(tmp_path: Path, transformers: Any) ->
         boost.load_lowrank(tmp_path)
 
 
+def test_the_ranks_are_those_of_the_folder_with_the_weights(tmp_path: Path, transformers: Any) -> None:
+    for folder, activation in ((tmp_path, "none"), (tmp_path / "best", "silu")):
+        model = boost.lowrank(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)), 4, activation=activation)
+        model.save_pretrained(folder)  # type: ignore[operator]
+    (tmp_path / "model.safetensors").unlink()
+    found = boost.load_lowrank(tmp_path, subfolder="best")
+    assert found.model.layers[0].mlp.up_proj.activation == "silu"
+
+
+def test_linears_that_round_their_weights_are_left() -> None:
+    class Rounded(nn.Linear):  # as float8 training and fake quantization do
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight.to(torch.float8_e4m3fn).to(x.dtype), self.bias)
+
+    model = nn.Sequential(nn.Linear(32, 32), Rounded(32, 32))
+    for part in model:
+        part.weight.data.mul_(0.01)
+    assert ranks_of(boost.lowrank(model, 4)) == {"0": 4}
+
+
 def test_ranks_by_pattern_and_subclasses_of_linear() -> None:
     class Same(nn.Linear):
         """As Falcon's."""

@@ -1,5 +1,6 @@
 """`boost.nn.Decoder` matches the trainer's decoder under every layout: same weights, loss and gradients, in separate modules."""
 
+import contextlib
 import copy
 import itertools
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.module_tracker import ModuleTracker
 
 import boost
 from boost.config.layouts import layouts_of
@@ -81,6 +83,28 @@ def test_it_is_the_decoder_of_a_run(name: str, kv_heads: int) -> None:
     (total / (targets != -100).sum()).backward()
     assert loss.item() == pytest.approx(total.item() / int((targets != -100).sum()), rel=1e-14)
     assert worst(gradients(model), toy.gradients(fused)) <= 1e-12
+
+
+def test_a_forward_that_is_put_back_is_no_other_forward() -> None:
+    """As accelerate does when it unwraps a model."""
+    model = Decoder(**sizes("cola"))
+    model.forward = model.forward  # type: ignore[method-assign]
+    assert dict(model.whole_parameters()).keys() == dict(copy.deepcopy(model).whole_parameters()).keys()
+    model.forward = Decoder(model.spec).forward  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="has another forward"):
+        model.stored_parameters()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_initial_weights_do_not_depend_on_torchs_default_dtype(dtype: torch.dtype) -> None:
+    for options in ({"family": "lax", "gate": "tensor"}, {"family": "svd", "factor_init": "spectral"}):
+        usual = Decoder(dim=32, ffn_dim=48, heads=4, layers=2, vocab_size=64, rank=8, dtype=torch.float32, **options)
+        torch.set_default_dtype(dtype)
+        try:
+            other = Decoder(usual.spec)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(map(torch.equal, usual.parameters(), other.parameters()))
 
 
 def test_documents_do_not_see_each_other() -> None:
@@ -171,6 +195,18 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
         model(tokens, targets).backward()
         found.append(gradients(model))
     assert worst(found[1], found[0]) <= 1e-13
+
+
+@pytest.mark.parametrize("around", ["forward", "backward"])
+def test_tools_may_watch_one_pass_of_a_recomputed_block(around: str) -> None:
+    tokens, targets = data()
+    model, expected = Decoder(**sizes("cola", recompute="full-block")), Decoder(**sizes("cola"))
+    expected(tokens, targets).backward()
+    with ModuleTracker() if around == "forward" else contextlib.nullcontext():  # it hooks all modules
+        loss = model(tokens, targets)
+    with ModuleTracker() if around == "backward" else contextlib.nullcontext():
+        loss.backward()
+    assert worst(gradients(model), gradients(expected)) <= 1e-13
 
 
 # Numbers.
@@ -278,6 +314,10 @@ def test_tensors_without_data() -> None:
     with FakeTensorMode():
         model, tokens = Decoder(**sizes("cola"), initialized=False), torch.zeros(2, 8, dtype=torch.int64)
         assert model(tokens, tokens).shape == () and model(tokens).shape == (2, 8, 64)
+    model, tokens = Decoder(**sizes("cola"), device="meta"), torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    model(tokens, tokens).backward()  # as tools that count FLOPs do
+    model.norm.register_forward_hook(lambda _module, _x, y: 2 * y)
+    assert model(tokens).shape == (2, 8, 64)
 
 
 @pytest.mark.slow

@@ -95,13 +95,29 @@ def test_advice_is_shown_before_the_first_step(store: Path, tmp_path: Path, caps
     assert place < next(number for number, line in enumerate(lines) if line.startswith("step "))
 
 
-def test_float32_on_a_gpu(store: Path, tmp_path: Path, enough: None) -> None:
+def test_tasks_that_form_no_run(store: Path, tmp_path: Path, enough: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    (line,) = said(store, tmp_path / "run")
+    assert (
+        "OMPI_COMM_WORLD_SIZE = 2: " in line
+        and "each of the 2 tasks is a whole run" in line
+        and "start 'boost launch' in each" in line
+    )
+    monkeypatch.setenv("RANK", "0")  # as torchrun sets it
+    assert said(store, tmp_path / "run") == []
+
+
+def test_float32_on_a_gpu(store: Path, tmp_path: Path, enough: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, expected in (("float32", 1), ("float64", 0)):
         trainer = make_trainer(make_config(store, tmp_path / dtype, dtype=dtype))
         assert not list(start_advice(trainer)), "on CPUs it is the fastest"
         trainer.mesh = replace(trainer.mesh, device=torch.device("cuda"))
         lines = list(start_advice(trainer))
         assert len(lines) == expected and all("add compute_dtype = 'bfloat16' to [train]" in line for line in lines)
+        with monkeypatch.context() as patched:
+            patched.setattr(advice, "allows_tf32", lambda: True)
+            lines = list(start_advice(trainer))
+        assert len(lines) == expected and all("this run computes in TF32" in line for line in lines)
 
 
 def test_weights_in_bfloat16_say_what_they_cost(store: Path, tmp_path: Path, enough: None) -> None:

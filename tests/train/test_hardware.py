@@ -43,12 +43,17 @@ def test_a_gpu_that_only_looks_like_a_known_one_has_no_peak(name: str) -> None:
     assert math.isnan(gpu_peak_flops(name, torch.bfloat16))
 
 
-def test_tf32_counts_only_where_it_is_allowed() -> None:
-    before = torch.get_float32_matmul_precision()
+@pytest.mark.parametrize("api", ["old", "new"])
+def test_tf32_counts_only_where_it_is_allowed(api: str) -> None:
+    products, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
     try:
-        torch.set_float32_matmul_precision("high")
+        if api == "old":
+            torch.set_float32_matmul_precision("high")
+        else:  # after it, torch's old functions raise
+            products.fp32_precision = "tf32"
         assert gpu_peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
     finally:
+        products.fp32_precision = "ieee"
         torch.set_float32_matmul_precision(before)
     assert gpu_peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
 

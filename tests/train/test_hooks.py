@@ -266,6 +266,34 @@ def test_hooks_of_modules_that_no_step_calls_are_refused(store: Path, tmp_path: 
         fit(make_config(store, tmp_path / "group"), attach("blocks.0.qkv"))
 
 
+def test_methods_that_are_named_like_events_are_reported() -> None:
+    with pytest.warns(UserWarning, match=r"Watch\.on_step_end is never called"):
+
+        class Watch(Hook):
+            def on_step_end(self) -> None: ...
+
+
+def assign(trainer: Trainer) -> None:
+    trainer.model.load_state_dict(
+        {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}, assign=True
+    )
+
+
+def add(trainer: Trainer) -> None:
+    trainer.model.register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [(assign, "replaced or added the parameter 'embed'"), (add, "replaced or added the parameter 'scale'")],
+)
+def test_parameters_that_no_step_trains_are_refused(action: Any, said: str, store: Path, tmp_path: Path) -> None:
+    for number, event in enumerate((("on_train_start", 0), ("after_step", 2))):
+        with pytest.raises(ConfigError, match=said):
+            fit(make_config(store, tmp_path / str(number)), Do(*event, action))
+        assert not list((tmp_path / str(number)).glob("checkpoints/*"))
+
+
 def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(store: Path, tmp_path: Path) -> None:
     recorder, nans = Recorder(), FaultInjection([Fault("nan", number) for number in (1, 3, 4, 5)])
     with pytest.raises(TrainingError, match="at step 5: not finite for 3 steps in a row"):
