@@ -260,9 +260,7 @@ class Sublayer(FusedModule):
         """Runs one part of a micro-batch through this sublayer."""
         what = difference(cast(nn.Module, self._modules["norm"]), nn.RMSNorm, eps=self.model.norm_eps)
         what = f"norm {what}" if what else self.groups[0].changed() or self.groups[1].changed()
-        read = is_read(what and f"layers.{self.layer}.{self.name}.{what}", self.spec.tp.size)
-        before = {} if torch.compiler.is_compiling() else vars(context)  # a recomputation does as the forward pass did
-        if before.setdefault(f"{id(self)} read", read):
+        if is_read(what and f"layers.{self.layer}.{self.name}.{what}", self.spec.tp.size):
             return self.run_groups(layout, flow, context, local_weight(self.norm), self.groups)
         norm = functools.partial(call, self.norm, batch=context.batch)
         first, second = (called(group, context.batch) for group in self.groups)

@@ -50,7 +50,7 @@ TrainingError on the others) before anything is written. An error in `teardown` 
 """
 
 import warnings
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from boost.text import JsonObject
 from boost.train import events
@@ -65,10 +65,11 @@ class Hook:
     main_only: ClassVar[bool] = False
     """Whether the hook runs on the main process only."""
 
-    def __init_subclass__(cls) -> None:
-        for name in vars(cls):
-            if name.startswith(("on_", "before_", "after_")) and not hasattr(Hook, name):
-                warnings.warn(f"{cls.__name__}.{name} is never called: it is not an event of boost.Hook", stacklevel=2)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, value in vars(cls).items():
+            if name.startswith(("on_", "before_", "after_")) and callable(value) and not hasattr(Hook, name):
+                warnings.warn(f"no run calls {cls.__name__}.{name}: it is not an event of boost.Hook", stacklevel=2)
 
     def setup(self, trainer: "Trainer") -> None:
         """Acquires resources such as files and connections. Called before any hook gets `on_train_start`."""

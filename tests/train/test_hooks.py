@@ -267,7 +267,7 @@ def test_hooks_of_modules_that_no_step_calls_are_refused(store: Path, tmp_path: 
 
 
 def test_methods_that_are_named_like_events_are_reported() -> None:
-    with pytest.warns(UserWarning, match=r"Watch\.on_step_end is never called"):
+    with pytest.warns(UserWarning, match=r"no run calls Watch\.on_step_end"):
 
         class Watch(Hook):
             def on_step_end(self) -> None: ...
