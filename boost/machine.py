@@ -20,7 +20,7 @@ def launcher_number(name: str, default: str = "") -> int:
     value = os.environ.get(name, default)
     if not value.isdecimal():
         raise ConfigError(
-            f"{name} = {value!r} in the environment is not a number; start with torchrun, or unset {name}"
+            f"{name} = {value!r} in the environment is not a number; start with torchrun, or unset WORLD_SIZE and RANK"
         )
     return int(value)
 

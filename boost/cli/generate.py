@@ -43,7 +43,8 @@ OPTIONS = {
     "--samples N": "texts per prompt (default 1); sample i uses the seed SEED + i",
     "--max-tokens N": "maximum number of new tokens (default 200)",
     "--greedy": "always take the most likely token; same as --temperature 0",
-    "--temperature TEMPERATURE": "sampling temperature (default: as in an imported generation_config.json, or else 0.8)",
+    "--temperature TEMPERATURE": "sampling temperature (default: as in an imported generation_config.json that samples, or "
+    "else 0.8)",
     "--top-k K": "sample from the K most likely tokens (default: likewise, or else 0: all)",
     "--top-p P": "nucleus sampling: sample from the most likely tokens with total probability P (default: likewise, or "
     "else 0.95)",
@@ -104,12 +105,19 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
         prompts += _prompts_of_file(args.prompts, args.chat)
     elif not prompts and _is_piped():
         prompts.append(_decoded(sys.stdin.buffer.read(), "standard input").removesuffix("\n"))
-    for prompt in prompts:
-        try:
-            json.dumps(prompt, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ConfigError(f"--prompt = {prompt!r} is not valid UTF-8; use a UTF-8 terminal") from None
+    for text in args.prompt or []:
+        if not _is_unicode(text):
+            raise ConfigError(f"--prompt = {text!r} is not valid UTF-8; use a UTF-8 terminal")
     return prompts or [""]
+
+
+def _is_unicode(value: object) -> bool:
+    """Whether a value has no half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_piped() -> bool:
@@ -125,6 +133,7 @@ def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
     """Reads one prompt per non-blank line. In a .jsonl file, the prompt is the value of "prompt" or, with `chat`, of "messages",
     and `chat` also takes variables of the chat template."""
     from boost.data.conversations import Malformed, template_fields
+    from boost.data.readers import SURROGATE
 
     try:
         text = _decoded(Path(name).read_bytes(), f"--prompts = '{name}'")
@@ -148,6 +157,8 @@ def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
             prompt, variables = None, {}
         except Malformed as problem:
             raise ConfigError(f"--prompts = '{name}': line {number}: {problem}; correct it") from None
+        if not _is_unicode([prompt, variables]):
+            raise ConfigError(f"--prompts = '{name}': line {number} is {SURROGATE}; correct it")
         if chat and isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
             prompt = Chat([{"content": None, **message} for message in prompt], variables)
         elif isinstance(prompt, str) and chat:
@@ -156,7 +167,7 @@ def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
             either = ' or {"messages": [{"role": "user", "content": "text"}, ...]}' if chat else ""
             raise ConfigError(f'--prompts = \'{name}\': line {number} is not of the form {{"prompt": "text"}}{either}')
         used = {field, *(("tools", "functions", "documents", "chat_template_kwargs") if chat else ())}
-        unused |= dict.fromkeys(name for name in content if name not in used)
+        unused |= dict.fromkeys(key for key in content if key not in used)
         prompts.append(prompt)
     if unused:
         print(f"warning: --prompts = '{name}': fields without effect: {', '.join(unused)}", file=sys.stderr)

@@ -252,7 +252,8 @@ def vocabulary_notes(vocabulary: Vocabulary | None, weights: Weights) -> list[st
             f"model.resize_token_embeddings({largest + 1}); model.save_pretrained(PATH)"
         )
     ends = end_tokens({"eos": weights.eos, HUB: weights.hub})
-    if ends and vocabulary.eos not in (None, *ends):
+    named = "eos_token" in vocabulary.hub.get("tokenizer", {})  # else, it is a guess
+    if named and ends and vocabulary.eos not in (None, *ends):
         notes.append(
             f"the tokenizer's end token has id {vocabulary.eos}, but generation ends only at {', '.join(map(str, ends))}, as in "
             f"transformers; to end at both, add {vocabulary.eos} to eos_token_id in generation_config.json"

@@ -42,12 +42,12 @@ def load_chat_template(folder: Path) -> Prompter | None:
         try:
             if unused := template.unused_variables(variables):
                 raise DataError(
-                    f"the chat template of '{folder}' does not use {unused[0]!r}; remove it from the prompt"
+                    f"the chat template does not use {unused[0]!r}, or boost sets it; remove it from the prompt"
                 )
             return template.render(template.adapted(messages, variables)[0], variables, prompt=True)
         except errors as error:
             raise DataError(
-                f"the chat template of '{folder}' rejects these messages: {error}; fix the messages or the template"
+                f"the chat template rejects these messages: {error}; fix the messages or the template"
             ) from None
 
     return prompt
@@ -167,7 +167,7 @@ class ChatTemplate:
         names = set(re.findall(r"\w+", self._source(variables)))
         if "strftime_now" in names and "date_string" not in fields:
             yield "in which the chat template may write today's date"
-        for name in self.unused_variables(fields):
+        for name in self.unused_variables(fields, names):
             yield f"with {name!r}, which the chat template does not use"
         for name in {name: None for message in messages for name in message}:
             if name in names or name == "weight":
@@ -177,10 +177,10 @@ class ChatTemplate:
             if self._probed(without, variables) == self._probed(messages, variables):
                 yield f"with {name!r} in a message, which the chat template does not use"
 
-    def unused_variables(self, fields: Mapping[str, object]) -> list[str]:
-        """The names of variables that the template does not use."""
-        used = set(re.findall(r"\w+", self._source(dict(fields)))) - self._reserved
-        return [name for name in fields if name not in used]
+    def unused_variables(self, fields: Mapping[str, object], names: set[str] | None = None) -> list[str]:
+        """The names of variables that the template does not use. `names`: those in the template."""
+        names = set(re.findall(r"\w+", self._source(dict(fields)))) if names is None else names
+        return [name for name in fields if name not in names or name in self._reserved]
 
     def encode(self, messages: Sequence[JsonObject], fields: Mapping[str, object] | None = None) -> list[Encoded]:
         """Returns the conversation as one document. If the template formats a message differently once other messages follow it

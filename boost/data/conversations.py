@@ -246,4 +246,5 @@ def _from_arrow(value: Any, kind: "DataType") -> object:
         return {name: _from_arrow(value[name], inner) for name, inner in fields}
     if types.is_map(kind):
         return {name: _from_arrow(item, kind.item_type) for name, item in value}
+    kind = getattr(kind, "storage_type", kind)  # the arrays of `datasets` are lists
     return [_from_arrow(item, kind.value_type) for item in value] if isinstance(value, list) else value

@@ -150,8 +150,8 @@ def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: in
 
 
 def _draw(distribution: Callable[..., Tensor], shape: tuple[int, ...], name: str, seed: int) -> Tensor:
-    seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
-    return distribution(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    of_name = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
+    return distribution(shape, generator=torch.Generator().manual_seed(of_name), dtype=torch.float32)
 
 
 # Factors of a matrix.

@@ -69,7 +69,9 @@ class Hook:
         super().__init_subclass__(**options)
         for name, value in vars(cls).items():
             if name.startswith(("on_", "before_", "after_")) and callable(value) and not hasattr(Hook, name):
-                warnings.warn(f"no run calls {cls.__name__}.{name}: it is not an event of boost.Hook", stacklevel=2)
+                warnings.warn(
+                    f"no run calls {cls.__name__}.{name}: it is not an event of boost.Hook; rename it", stacklevel=2
+                )
 
     def setup(self, trainer: "Trainer") -> None:
         """Acquires resources such as files and connections. Called before any hook gets `on_train_start`."""

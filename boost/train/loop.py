@@ -387,7 +387,7 @@ class Trainer:
 
         `urgent`: a signal stopped the run, so run.fallback_dir is tried before the retries.
         """
-        if not self._may_save(last=True):
+        if not self._may_save(last=True, urgent=urgent):
             return None
         return self._announce(self.saves.save_last(self.judge.marked(self.position), urgent))
 
@@ -399,10 +399,11 @@ class Trainer:
         except (StorageError, NonFiniteError) as error:
             self.warn(f"{error}; training continues and earlier checkpoints are intact")
 
-    def _may_save(self, last: bool = False) -> bool:
+    def _may_save(self, last: bool = False, urgent: bool = False) -> bool:
         """Waits for the save in flight. Returns whether a new one may start, that is, whether no hook on any process refuses it."""
         self._require_all_processes("save")
-        require_trained(self.model, self.fused_params)
+        if not urgent:  # a signal saves whatever there is
+            require_trained(self.model, self.fused_params)
         self.signals_to_reduce = True
         in_flight, begin = self.saves.saver.in_flight, time.perf_counter()
         self.finish_save()

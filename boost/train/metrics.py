@@ -252,9 +252,10 @@ class MetricsHook(Hook):
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         """Drops the lines for steps that will be repeated; TensorBoard hides the events for them from a new file on."""
         if self._run is not None:
-            if self._board is not None:
-                self._board.close()
-            self._board, self._purge = None, event.step + 1
+            board, self._board, self._purge = self._board, None, event.step + 1
+            if board is not None:
+                with best_effort("write TensorBoard events", self._warn):
+                    board.close()
             with best_effort("write metrics.jsonl", self._warn):
                 try:
                     self._file.close()

@@ -22,7 +22,7 @@ from boost.layouts.runtime import layout_for
 from boost.models import kernels
 from boost.models.block import TransformerBlock
 from boost.models.decoder import Decoder
-from boost.models.fused import FusedModule, FusedParam
+from boost.models.fused import FusedParam
 from boost.models.init import initialize
 from boost.models.recompute import POLICIES
 from boost.parallel.mesh import Mesh
@@ -38,24 +38,30 @@ Model = Decoder | Pipeline
 
 
 def require_called(model: Model) -> None:
-    """Raises ConfigError for hooks of modules within a block: a step reads their weights and does not call them."""
+    """Raises ConfigError for hooks that a step does not call: it calls the model, and its blocks without gradients as results."""
     for name, module in model.named_modules():
-        is_called = isinstance(module, Decoder | TransformerBlock) or not isinstance(module, FusedModule)
-        hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-        if not is_called and any(hooks):
+        if isinstance(module, Decoder | StageModule | Pipeline):
+            continue
+        forward = module._forward_hooks, module._forward_pre_hooks
+        backward = module._backward_hooks, module._backward_pre_hooks
+        if any(backward if isinstance(module, TransformerBlock) else (*forward, *backward)):
             raise ConfigError(
-                f"hooks of '{name}' would not be called: a step only reads its weights; attach them to the block or to "
-                "parameters, or train a boost.nn.Decoder in a loop of your own"
+                f"hooks of '{name}' would not be called; attach forward hooks to a block and backward hooks to parameters, or "
+                "train a boost.nn.Decoder in a loop of your own"
             )
 
 
 def require_trained(model: Model, fused_params: Sequence[FusedParam]) -> None:
-    """Raises ConfigError for parameters that hooks have replaced or added: a step updates those that the run built."""
+    """Raises ConfigError for parameters that hooks have replaced or added: a step updates those that the run built. Does not look
+    at weights that `fully_shard` has replaced."""
     if any(fused.shard for fused in fused_params):
-        return  # fully_shard replaces them, too
+        return
     now = {id(parameter): name for name, parameter in model.named_parameters()}
     built = {id(fused.parameter): fused.slices[0].parameter.name for fused in fused_params}
-    if changed := [(built | now)[key] for key in (*built, *now) if not (key in built and key in now)]:
+    added = [
+        name for name, parameter in model.named_parameters() if id(parameter) not in built and parameter.requires_grad
+    ]
+    if changed := [name for key, name in built.items() if key not in now] + added:
         raise ConfigError(
             f"a hook has replaced or added the parameter '{changed[0]}', which no step would train; change values in place "
             "(copy_, or load_state_dict without assign)"
@@ -154,10 +160,11 @@ def _compiler_error(device: torch.device) -> str:
 
 
 def _require_compiler(part: CompiledPart, device: torch.device) -> None:
-    if torch._dynamo.config.disable:
+    names = [name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if os.environ.get(name) == "1"]
+    if names or torch._dynamo.config.disable:
         raise ConfigError(
-            f"train.compile = '{part}', but TORCH_COMPILE_DISABLE = 1 in the environment disables torch.compile; unset it, or set "
-            "train.compile = 'none'"
+            f"train.compile = '{part}', but {(*names, 'torch._dynamo.config.disable')[0]} is set, which disables torch.compile; "
+            "unset it, or set train.compile = 'none'"
         )
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
     if device.type == "cuda":

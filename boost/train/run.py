@@ -67,6 +67,7 @@ class Session:
         """This process's number in log file names."""
 
     _found_group = False
+    """Whether a script had created a process group, which outlives the run."""
     rejoins = False
     """Whether this process joins a run that is already training."""
 
@@ -92,7 +93,7 @@ class Session:
         """Called when the run fails with `error` on this process."""
 
     def close(self) -> None:
-        if not self._found_group:  # a script's own outlives the run
+        if not self._found_group:
             close_mesh()
 
 
@@ -140,7 +141,8 @@ def _apart_from_the_script() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.autocast("cuda", enabled=False))
         if torch.get_default_device().type != "cpu":
@@ -150,7 +152,8 @@ def _apart_from_the_script() -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
-            torch.set_deterministic_debug_mode(deterministic)
+            if torch.get_deterministic_debug_mode() != deterministic:  # inductor's flag, too
+                torch.use_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 1)
 
 
 @_apart_from_the_script()

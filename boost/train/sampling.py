@@ -28,9 +28,15 @@ class Sampling:
         if settings.get("do_sample") is True:
             # What transformers takes where a value is null or missing.
             for name, usual in (("temperature", 1.0), ("top_k", 50), ("top_p", 1.0)):
-                value = settings.get(name)
-                values[name] = type(usual)(value) if isinstance(value, int | float) else usual
+                values[name] = usual if settings.get(name) is None else settings[name]
         given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        for name in [name for name, value in given.items() if value is None and settings.get(name) is not None]:
+            try:
+                cls(**{name: values[name]}).check()
+            except (ConfigError, TypeError):
+                raise ConfigError(
+                    f"{name} = {values[name]!r} in the imported generation_config.json is not valid; pass another value"
+                ) from None
         return cls(**values | {name: value for name, value in given.items() if value is not None}, seed=seed)
 
     def check(self) -> None:
@@ -41,7 +47,7 @@ class Sampling:
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed = {self.seed} must be between 0 and {2**63 - 1}; the usual value is 0")
-        if self.top_k < 0:
+        if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; nearest valid value: 0")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; nearest valid value: 1.0 (off)")

@@ -186,6 +186,23 @@ def test_a_module_that_is_no_longer_factors_is_refused(tmp_path: Path, transform
         boost.load_lowrank(tmp_path)
 
 
+class Upcasting(nn.Linear):
+    """A bf16 weight and a fp32 bias."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.weight.data = self.weight.data.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.float(), self.weight.float(), self.bias)
+
+
+def test_linears_of_another_kind_stay() -> None:
+    model = nn.Sequential(Upcasting(), nn.Linear(16, 16))
+    boost.lowrank(model, 2)
+    assert type(model[0]) is Upcasting and type(model[1]) is not nn.Linear
+
+
 def test_weights_that_are_not_finite_have_no_svd() -> None:
     model = mlp()
     model[0].weight.data[3, 1] = float("nan")

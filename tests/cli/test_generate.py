@@ -96,6 +96,7 @@ def test_standard_input(
         (b"\xff", ["--prompts", "FILE"], "is not valid UTF-8 (invalid byte at offset 0)"),
         (b'{"text": "x"}', ["--prompts", "FILE"], 'line 1 is not of the form {"prompt": "text"}'),
         (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
+        (b'{"prompt": "\\ud800"}', ["--prompts", "FILE"], "line 1 is not valid Unicode"),
         (b"", ["--chat", "--json"], "--chat without --prompt is interactive"),
         (b"", ["--prompt", "a", "--batch", "0"], "--batch = 0 is too small; smallest valid value: 1"),
         (b"", ["--prompt", "a", "--samples", "-1"], "--samples = -1 is too small; smallest valid value: 1"),
@@ -169,7 +170,7 @@ def test_a_chat_of_a_file_has_tools_and_what_they_returned(
         assert [line["tokens"] for line in lines_of(out)] == [plain["tokens"]]
         file.write_text(json.dumps({"prompt": "hi", "chat_template_kwargs": {"thinking": True}}))
         code, _, err = say(capsys, "generate", checkpoint, *words)
-        assert code == 2 and err.count("\n") == 1 and "does not use 'thinking'; remove it from the prompt" in err
+        assert code == 2 and err.count("\n") == 1 and "does not use 'thinking', or boost sets it; remove it" in err
     finally:
         template.unlink()
 

@@ -228,6 +228,14 @@ def test_nulls_in_views_and_maps_are_no_content_either() -> None:
     assert record == {"view": [{"a": 1}], "map": {"k": {"a": 1}}}
 
 
+def test_arrays_of_datasets_are_lists() -> None:
+    import datasets
+
+    kind = datasets.Features({"a": datasets.Array2D((2, 2), "int32")})
+    data = datasets.Dataset.from_dict({"a": [[[1, 2], [3, 4]]]}, features=kind)
+    assert [*records_of(data.with_format("arrow")[:])] == [{"a": [[1, 2], [3, 4]]}]
+
+
 def test_values_that_json_has_not_are_as_a_template_writes_them(tmp_path: Path) -> None:
     at = datetime.datetime(2024, 1, 2, 3, 4)
     messages = [{**USER, "timestamp": at, "hash": b"x"}, {**ANSWER, "cost": decimal.Decimal("0.1")}]

@@ -54,6 +54,11 @@ def test_parameters_that_are_not_given_are_those_of_the_folder_if_it_samples() -
     assert Sampling.of({"do_sample": True}, None, None, None, 0) == Sampling(1.0, 50, 1.0), "as in transformers"
     assert Sampling.of(theirs, None, None, None, 3) == Sampling(1.0, 20, 1.0, 3)
     assert Sampling.of(theirs | {"temperature": 0.6}, None, 5, 0.5, 0) == Sampling(0.6, 5, 0.5)
+    for name, value in (("top_k", float("inf")), ("top_k", -1), ("top_p", 1.5), ("temperature", "1")):
+        invalid = theirs | {name: value}
+        with pytest.raises(ConfigError, match=f"^{name} = .* in the imported generation_config.json is not valid"):
+            Sampling.of(invalid, None, None, None, 0)
+        Sampling.of(invalid, 1.0, 5, 1.0, 0).check()
     for other in ({}, theirs | {"do_sample": False}):
         assert Sampling.of(other, None, None, None, 0) == Sampling(0.8, 0, 0.95)
 

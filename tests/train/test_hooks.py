@@ -1,6 +1,7 @@
 """Hooks: order of events, requests from any process, and the effect of errors in hooks."""
 
 import contextlib
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -254,16 +255,19 @@ def test_main_only_hooks_and_so_console_and_metrics_run_on_the_main_process_only
 def test_hooks_of_modules_that_no_step_calls_are_refused(store: Path, tmp_path: Path) -> None:
     calls: list[str] = []
 
-    def attach(name: str) -> Do:
+    def attach(name: str, kind: str = "register_forward_hook") -> Do:
         def action(trainer: Trainer) -> None:
-            trainer.model.get_submodule(name).register_forward_hook(lambda *_: calls.append(name))
+            getattr(trainer.model.get_submodule(name), kind)(lambda *_: calls.append(name))
 
         return Do("on_train_start", 0, action)
 
-    fit(make_config(store, tmp_path / "block"), attach("blocks.0"))
-    assert calls
-    with pytest.raises(ConfigError, match=r"hooks of 'blocks\.0\.qkv' would not be called"):
-        fit(make_config(store, tmp_path / "group"), attach("blocks.0.qkv"))
+    fit(make_config(store, tmp_path / "0"), attach("blocks.0"), attach("", "register_full_backward_hook"))
+    assert set(calls) == {"", "blocks.0"}
+    for number, (name, *kind) in enumerate(
+        (("blocks.0.qkv",), ("blocks",), ("blocks.0", "register_full_backward_hook")), 1
+    ):
+        with pytest.raises(ConfigError, match=f"hooks of '{name}' would not be called"):
+            fit(make_config(store, tmp_path / str(number)), attach(name, *kind))
 
 
 def test_methods_that_are_named_like_events_are_reported() -> None:
@@ -279,6 +283,10 @@ def assign(trainer: Trainer) -> None:
     )
 
 
+def average(trainer: Trainer) -> None:
+    trainer.model.average = copy.deepcopy(trainer.model).requires_grad_(False)  # type: ignore[assignment]
+
+
 def add(trainer: Trainer) -> None:
     trainer.model.register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
 
@@ -292,6 +300,7 @@ def test_parameters_that_no_step_trains_are_refused(action: Any, said: str, stor
         with pytest.raises(ConfigError, match=said):
             fit(make_config(store, tmp_path / str(number)), Do(*event, action))
         assert not list((tmp_path / str(number)).glob("checkpoints/*"))
+    fit(make_config(store, tmp_path / "frozen"), Do("on_train_start", 0, average))
 
 
 def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(store: Path, tmp_path: Path) -> None:

@@ -107,8 +107,10 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
     assert chosen[-1] == "eager"
     assert "nothing is compiled: train.compile = 'kernels' needs Triton" in caplog.text
     monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    with pytest.raises(ConfigError, match="train.compile = 'kernels', but TORCH_COMPILE_DISABLE = 1"):
-        choose_kernels(of("kernels"), cpu)
+    for name in ("torch._dynamo.config.disable", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        with pytest.raises(ConfigError, match=f"train.compile = 'kernels', but {name} is set"):
+            choose_kernels(of("kernels"), cpu)
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE" if "." in name else "TORCH_COMPILE_DISABLE", "1")
 
 
 def test_a_compiler_that_fails_compiles_no_blocks_unless_requested(
