@@ -160,7 +160,7 @@ def _prompts_of_file(name: str, chat: bool) -> list[Prompt]:
         if not _is_unicode([prompt, variables]):
             raise ConfigError(f"--prompts = '{name}': line {number} is {SURROGATE}; correct it")
         if chat and isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-            prompt = Chat([{"content": None, **message} for message in prompt], variables)
+            prompt = Chat(prompt, variables)
         elif isinstance(prompt, str) and chat:
             prompt = Chat([{"role": "user", "content": prompt}], variables) if variables else prompt
         elif not isinstance(prompt, str):
@@ -286,7 +286,8 @@ class Generation:
         if self._args.chat:
             assert self._render is not None
             chat = Chat([{"role": "user", "content": prompt}], {}) if isinstance(prompt, str) else prompt
-            tokens = self._encode(self._render(*chat))
+            messages = [{"content": None, **message} for message in chat.messages]
+            tokens = self._encode(self._render(messages, chat.variables))
         else:
             assert isinstance(prompt, str)
             tokens = ([] if self._bos is None else [self._bos]) + self._encode(prompt)

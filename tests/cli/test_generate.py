@@ -167,7 +167,8 @@ def test_a_chat_of_a_file_has_tools_and_what_they_returned(
         assert code == 0 and err == f"warning: --prompts = '{file}': fields without effect: stop, id\n"
         rendered = '<f>![user]hi\n[assistant]{"x": 1}\n[tool]2\n[assistant]'
         (plain,) = lines_of(generate("--prompt", rendered, "--json", *SHORT))
-        assert [line["tokens"] for line in lines_of(out)] == [plain["tokens"]]
+        (answer,) = lines_of(out)
+        assert answer["messages"] == said and answer["tokens"] == plain["tokens"]
         file.write_text(json.dumps({"prompt": "hi", "chat_template_kwargs": {"thinking": True}}))
         code, _, err = say(capsys, "generate", checkpoint, *words)
         assert code == 2 and err.count("\n") == 1 and "does not use 'thinking', or boost sets it; remove it" in err
