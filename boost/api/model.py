@@ -147,7 +147,7 @@ class Model(nn.Module):
         on_token: Callable[[int], None] | None = None,
     ) -> Any:
         """Continues a prompt. Returns text for a text prompt, and token ids for token ids. temperature = 0 means greedy decoding.
-        The default is sampling as in an imported generation_config.json, or else with temperature = 0.8 and top_p = 0.95.
+        The default is as in an imported generation_config.json that samples, or else temperature = 0.8 and top_p = 0.95.
 
         `on_token` is called with each token as it is generated. Collective under TP. Raises ConfigError.
         """

@@ -226,6 +226,8 @@ class Generation:
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
         self._bos = checkpoint.data.get("bos")
         self._context = checkpoint.context
+        self._said = set[str]()
+        """Notes on chats that were printed."""
 
     def _read_files(self, checkpoint: "Checkpoint") -> None:
         from boost.convert.vocabulary import load_template_of
@@ -286,8 +288,12 @@ class Generation:
         if self._args.chat:
             assert self._render is not None
             chat = Chat([{"role": "user", "content": prompt}], {}) if isinstance(prompt, str) else prompt
-            messages = [{"content": None, **message} for message in chat.messages]
-            tokens = self._encode(self._render(messages, chat.variables))
+            text, notes = self._render([{"content": None, **message} for message in chat.messages], chat.variables)
+            for note in notes:
+                if note not in self._said and self.mesh.is_main:
+                    print(f"warning: a chat {note}", file=sys.stderr)
+                self._said.add(note)
+            tokens = self._encode(text)
         else:
             assert isinstance(prompt, str)
             tokens = ([] if self._bos is None else [self._bos]) + self._encode(prompt)

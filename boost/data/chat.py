@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ from boost.text import JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Prompter = Callable[[Sequence[JsonObject], JsonObject], str]
-"""Formats messages, with other variables of the template, as the prompt for the assistant's answer."""
+Prompter = Callable[[Sequence[JsonObject], JsonObject], tuple[str, list[str]]]
+"""Formats messages, with other variables of the template, as the prompt for the assistant's answer. Also returns notes on what the
+template does not use of the messages."""
 
 
 def load_chat_template(folder: Path) -> Prompter | None:
@@ -38,13 +39,15 @@ def load_chat_template(folder: Path) -> Prompter | None:
     template = ChatTemplate(folder, tokenizer)
     errors: tuple[type[Exception], ...] = (*_template_errors(), Rejected)
 
-    def prompt(messages: Sequence[JsonObject], variables: JsonObject) -> str:
+    def prompt(messages: Sequence[JsonObject], variables: JsonObject) -> tuple[str, list[str]]:
         try:
             if unused := template.unused_variables(variables):
                 raise DataError(
                     f"the chat template does not use {unused[0]!r}, or boost sets it; remove it from the prompt"
                 )
-            return template.render(template.adapted(messages, variables)[0], variables, prompt=True)
+            adapted, notes = template.adapted(messages, variables)
+            notes += template.unused_keys(adapted, variables)
+            return template.render(adapted, variables, prompt=True), notes
         except errors as error:
             raise DataError(
                 f"the chat template rejects these messages: {error}; fix the messages or the template"
@@ -65,6 +68,12 @@ def _template_errors() -> tuple[type[Exception], ...]:
     from jinja2 import TemplateError
 
     return TemplateError, ArithmeticError, LookupError, TypeError, ValueError
+
+
+@lru_cache(maxsize=8)
+def _names(template: str) -> set[str]:
+    """Every word in a template, and so the name of every variable and field that it may use."""
+    return set(re.findall(r"\w+", template))
 
 
 class Rejected(Exception):
@@ -164,11 +173,15 @@ class ChatTemplate:
         variables = {name: value for name, value in fields.items() if name not in self._reserved}
         messages, notes = self.adapted(messages, variables)
         yield from notes
-        names = set(re.findall(r"\w+", self._source(variables)))
-        if "strftime_now" in names and "date_string" not in fields:
+        if "strftime_now" in _names(self._source(variables)) and "date_string" not in fields:
             yield "in which the chat template may write today's date"
-        for name in self.unused_variables(fields, names):
+        for name in self.unused_variables(fields):
             yield f"with {name!r}, which the chat template does not use"
+        yield from self.unused_keys(messages, variables)
+
+    def unused_keys(self, messages: Sequence[JsonObject], variables: JsonObject) -> Iterator[str]:
+        """Describes the keys of adapted messages that the template does not use."""
+        names = _names(self._source(variables))
         for name in {name: None for message in messages for name in message}:
             if name in names or name == "weight":
                 continue
@@ -177,10 +190,10 @@ class ChatTemplate:
             if self._probed(without, variables) == self._probed(messages, variables):
                 yield f"with {name!r} in a message, which the chat template does not use"
 
-    def unused_variables(self, fields: Mapping[str, object], names: set[str] | None = None) -> list[str]:
-        """The names of variables that the template does not use. `names`: those in the template."""
-        names = set(re.findall(r"\w+", self._source(dict(fields)))) if names is None else names
-        return [name for name in fields if name not in names or name in self._reserved]
+    def unused_variables(self, fields: Mapping[str, object]) -> list[str]:
+        """The names of variables that the template does not use."""
+        used = _names(self._source(dict(fields))) - self._reserved
+        return [name for name in fields if name not in used]
 
     def encode(self, messages: Sequence[JsonObject], fields: Mapping[str, object] | None = None) -> list[Encoded]:
         """Returns the conversation as one document. If the template formats a message differently once other messages follow it

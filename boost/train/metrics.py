@@ -201,7 +201,7 @@ class MetricsHook(Hook):
                 # Record the id, so that a resumed run continues the same W&B run. A sweep agent sets the environment variable.
                 run_id = run.tracker_id(module.__name__, os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8])
                 # Arguments outrank W&B's environment variables, so a default is passed only without them.
-                usual = {"project": "boost", "name": run.path.resolve().name}
+                usual = {"project": type(config.run).model_fields["project"].default, "name": run.path.resolve().name}
                 where = {key: value for key, value in usual.items() if not os.environ.get(f"WANDB_{key.upper()}")}
                 where |= {"project": config.run.project} if config.run.project != usual["project"] else {}
                 where["dir"] = str(run.path)

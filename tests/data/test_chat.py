@@ -272,7 +272,7 @@ def test_text_goes_to_a_template_that_reads_only_parts(tmp_path: Path) -> None:
     (note,) = template.unused(messages, {})
     assert note.startswith("with text as content, passed to the chat template as parts")
     prompt = load_chat_template(folder)
-    assert prompt is not None and "user\na<|im_end|>" in prompt(messages[:1], {})
+    assert prompt is not None and "user\na<|im_end|>" in prompt(messages[:1], {})[0]
 
 
 def test_roles_that_a_template_leaves_out_are_named(tmp_path: Path) -> None:
