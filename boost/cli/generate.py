@@ -40,7 +40,7 @@ OPTIONS = {
     "--prompts PATH": 'file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line; with --chat, {"messages": '
     '[{"role": "user", "content": "text"}, ...]} is also valid',
     "--chat": "treat prompts as user messages, using the checkpoint's chat template",
-    "--samples N": "texts per prompt (default 1); sample i uses the seed SEED + i",
+    "--samples N": "texts per prompt (default 1), each with its own random numbers",
     "--max-tokens N": "maximum number of new tokens (default 200)",
     "--greedy": "always take the most likely token; same as --temperature 0",
     "--temperature TEMPERATURE": "sampling temperature (default: as in an imported generation_config.json that samples, or "

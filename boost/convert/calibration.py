@@ -8,10 +8,11 @@ model, x' in the factorized one, [T, I]; s importance of a token (`GroupMoments`
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from boost.config.architecture import groups
+from boost.config.architecture import IGNORED, groups
 from boost.config.layouts import layout_spec
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.data.batches import EvaluationBatches
@@ -31,14 +32,6 @@ BATCH_TOKENS = 4096
 
 Observer = Callable[[LinearGroup, Tensor, Sequence[Tensor]], None]
 """Called with a group of linears, its input [T, I] and its outputs, one [T, O] per slot (none if low-rank)."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """`tokens` and `targets`, both [B, S] int64, on the device of the model."""
-
-    tokens: Tensor
-    targets: Tensor
 
 
 class ObservedLayout(Single):
@@ -94,15 +87,19 @@ def group_name(layer: int, name: str) -> str:
     return f"layers.{layer}.{name}"
 
 
-def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.device) -> list[Batch]:
-    """Reads about `tokens` tokens of the training split, in evenly spaced windows, into batches of about `BATCH_TOKENS` tokens."""
-    split = store.split("train")
-    rows = max(BATCH_TOKENS // seq_len, 1)
-    windows = EvaluationBatches(split, seq_len, rows, max_tokens=tokens, documents=False)
-    return [Batch(*(torch.from_numpy(x).to(device) for x in (batch.tokens, batch.targets))) for batch in windows]
+def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.device) -> list[Tensor]:
+    """Reads about `tokens` tokens of the training split, in evenly spaced windows, into batches [B, S] int64 of `BATCH_TOKENS`
+    tokens. There is no padding, which would count in every moment: a shorter last window is a batch of its own."""
+    split, rows, batches = store.split("train"), max(BATCH_TOKENS // seq_len, 1), list[Tensor]()
+    for padded in EvaluationBatches(split, seq_len, rows, max_tokens=tokens, documents=False):
+        has_target = padded.targets != IGNORED  # padding has none, and stands at the end of a row
+        lengths = np.where(has_target.any(1), seq_len - has_target[:, ::-1].argmax(1), 0)
+        for length in sorted({*lengths.tolist()} - {0}, reverse=True):
+            batches.append(torch.from_numpy(padded.tokens[lengths == length, :length]).to(device))
+    return batches
 
 
-def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
+def collect(decoder: Decoder, batches: Sequence[Tensor], seed: int = 0) -> dict[str, GroupMoments]:
     """Returns the moments of every group, keyed by `group_name`, from one pass over the batches.
 
     Uses gradients for targets that are sampled from the model itself (with `seed`), not for the text's own targets. Their second
@@ -127,14 +124,14 @@ def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[s
         parameter.requires_grad_(parameter is decoder.embed)  # activations need gradients; weights do not
     observers_of(decoder).append(observe)
     try:
-        for batch in progress(batches, "calibrate"):
-            decoder(batch.tokens, _sampled(decoder, batch, generator)).backward()
+        for tokens_BS in progress(batches, "calibrate"):
+            decoder(tokens_BS, _sampled(decoder, tokens_BS, generator)).backward()
             decoder.embed.grad = None
     finally:
         observers_of(decoder).remove(observe)
         for parameter in trained:
             parameter.requires_grad_(True)
-    total = sum(batch.tokens.numel() for batch in batches)
+    total = sum(tokens_BS.numel() for tokens_BS in batches)
     for of_group in moments.values():
         mean = float(sum(s_T.double().sum() for s_T in of_group.importance)) / total
         of_group.importance = [s_T / mean for s_T in of_group.importance]
@@ -178,12 +175,12 @@ def add_moment(into_NN: Tensor, x_TN: Tensor, y_TN: Tensor | None = None) -> Non
 
 
 @torch.no_grad()
-def _sampled(decoder: Decoder, batch: Batch, generator: torch.Generator) -> Tensor:
+def _sampled(decoder: Decoder, tokens_BS: Tensor, generator: torch.Generator) -> Tensor:
     """Targets [B, S] drawn from the model's own predictions."""
-    all_T = torch.arange(batch.tokens.numel(), device=decoder.device)
-    logits_TV = decoder.logits_of(batch.tokens, all_T)
+    all_T = torch.arange(tokens_BS.numel(), device=decoder.device)
+    logits_TV = decoder.logits_of(tokens_BS, all_T)
     drawn_T1 = torch.multinomial(logits_TV.float().softmax(-1), 1, generator=generator)
-    return drawn_T1.view_as(batch.tokens)
+    return drawn_T1.view_as(tokens_BS)
 
 
 def moment_bytes(model: ModelConfig) -> int:
@@ -213,14 +210,14 @@ class InputMoments:
 class Twins:
     """The residual streams of both models at the current block. Weights of the factorized block may change between calls."""
 
-    def __init__(self, dense: Decoder, low: Decoder, batches: Sequence[Batch]) -> None:
+    def __init__(self, dense: Decoder, low: Decoder, batches: Sequence[Tensor]) -> None:
         """Both models must have an `ObservedLayout` and the same embedding."""
         self.dense, self.low = dense, low
         self._models, self._batches = (dense, low), batches
         self._layer = 0
-        self._tokens = sum(batch.tokens.numel() for batch in batches)
+        self._tokens = sum(tokens_BS.numel() for tokens_BS in batches)
         with torch.no_grad():
-            flows = [Flow(batch.tokens.reshape(-1)) for batch in batches]
+            flows = [Flow(tokens_BS.reshape(-1)) for tokens_BS in batches]
             for flow in flows:
                 interleave([dense.layout.embed(flow, dense.embed, dense.compute_dtype)])
             self._streams = [(flow.x, flow.x) for flow in flows]
@@ -272,7 +269,7 @@ class Twins:
     @torch.no_grad()
     def _run(self, number: int) -> tuple[Tensor, Tensor]:
         """Returns both streams of a batch after the current block, or the inputs that an observer finds in the block."""
-        rows, length = self._batches[number].tokens.shape
+        rows, length = self._batches[number].shape
         streams = []
         for model, block, x in zip(self._models, self._blocks(), self._streams[number], strict=True):
             positions_S = torch.arange(length, device=model.device)

@@ -192,7 +192,7 @@ def compress(decoder: Decoder, store: TokenStore, compression: Compression, seq_
     }
     report = {
         "asked": {name: value for name, value in asdict(compression).items() if name != "device"},
-        "calibration": {"tokens": sum(batch.tokens.numel() for batch in batches), "sequence": seq_len},
+        "calibration": {"tokens": sum(tokens_BS.numel() for tokens_BS in batches), "sequence": seq_len},
         "parameters": {
             "factors": sum(rank * candidates[name].size for name, rank in ranks.items()),
             "linears": linear_parameters(dense),

@@ -7,7 +7,8 @@ All processes in a TP group and its pipeline have the same logits and identicall
 without communication.
 """
 
-from collections import deque
+import hashlib
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,14 +92,18 @@ def generate_batch(
     """Yields up to `max_tokens` new tokens for each of `samples` samples per non-empty prompt, as they are generated.
 
     Runs up to `batch` sequences at a time, in the order of the prompts. A sequence stops after yielding one of `ends`.
-    Sample j is drawn with the seed `sampling.seed` + j, no matter how it is batched. Raises ConfigError if the batch's
-    key/value cache does not fit into memory.
+    Every text has its own random numbers, which depend only on the seed, the prompt and how many texts of this prompt come before.
+    Raises ConfigError if the batch's key/value cache does not fit into memory.
     """
-    sequences = [
-        _Sequence(number, sample, tuple(prompt), sampling.seed + sample)
-        for number, prompt in enumerate(prompts)
-        for sample in range(samples)
-    ]
+    drawn = Counter[tuple[int, ...]]()
+    sequences: list[_Sequence] = []
+    for number, prompt in enumerate(map(tuple, prompts)):
+        for sample in range(samples):
+            digest = hashlib.sha256(f"{sampling.seed}:{drawn[prompt]}:{prompt}".encode()).digest()
+            # On the CPU, so that a seed gives the same text on every device.
+            stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            sequences.append(_Sequence(number, sample, prompt, stream))
+            drawn[prompt] += 1
     batch = min(batch, len(sequences))
     # The last token is not fed back.
     capacity = max((len(prompt) for prompt in prompts), default=0) + max_tokens - 1
@@ -131,7 +136,7 @@ class _Sequence:
     sample: int
     tokens: tuple[int, ...]
     """Tokens in the prompt."""
-    seed: int
+    stream: torch.Generator
     cached: int = 0
     """Tokens in the key/value cache."""
     new: int = 0
@@ -160,8 +165,7 @@ class _Batch:
             while waiting and len(self._sequences) < self._size:
                 sequence = waiting.popleft()
                 self._sequences.append(sequence)
-                # Sample on the CPU, so that a seed gives the same text on every device.
-                self._generators.append(torch.Generator().manual_seed(sequence.seed))
+                self._generators.append(sequence.stream)
             # Sequences that have just started get their first token now; all sequences then get their next one together.
             logits_BV = self._prefill(first) if first < len(self._sequences) else self._decode()
             started = range(first if first < len(self._sequences) else 0, len(self._sequences))

@@ -13,7 +13,7 @@ from boost.train.model import Model
 from boost.train.sampling import Sampling
 
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
-"""Every sample uses the same seed, so that samples differ only because of the weights."""
+"""A prompt's samples use the same random numbers at every step, so that they differ only because of the weights."""
 PROMPT_TOKENS = 24
 """Length of the prompt taken from the held-out text, if no prompt is given."""
 

@@ -1,6 +1,7 @@
 """`boost generate`: where prompts come from, chat, and what is printed."""
 
 import io
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -56,14 +57,16 @@ def test_each_of_several_prompts_is_continued_as_if_it_were_alone(generate: Gene
 
 
 @pytest.mark.parametrize("batch", [2, 5])
-def test_samples_of_a_prompt_are_those_of_the_following_seeds(batch: int, generate: Generate) -> None:
+def test_samples_of_a_prompt_differ_and_do_not_depend_on_the_batch(batch: int, generate: Generate) -> None:
     words: tuple[object, ...] = ("--prompt", "def ", "--prompt", "class Toy", "--max-tokens", 6, "--temperature", 1.5)
-    alone = [lines_of(generate(*words, "--json", "--seed", 3 + sample)) for sample in range(2)]
-    expected = [{**alone[sample][prompt], "sample": sample} for prompt in range(2) for sample in range(2)]
-    assert expected[0]["text"] != expected[1]["text"]
-    words = (*words, "--seed", 3, "--samples", 2, "--batch", batch)
-    out = generate(*words, "--json")
-    assert lines_of(out) == expected
+    words = (*words, "--seed", 3, "--samples", 2)
+    expected = lines_of(generate(*words, "--json", "--batch", 1))
+    assert [(line["prompt"], line["sample"]) for line in expected] == list(
+        itertools.product(["def ", "class Toy"], [0, 1])
+    )
+    assert len({line["text"] for line in expected}) == 4
+    words = (*words, "--batch", batch)
+    assert lines_of(generate(*words, "--json")) == expected
     out = generate(*words)
     headers = [f"--- {prompt} of 2, sample {sample} of 2" for prompt in (1, 2) for sample in (1, 2)]
     each = zip(headers, expected, strict=True)
@@ -160,16 +163,14 @@ def test_a_chat_of_a_file_has_tools_and_what_they_returned(
         "stop": ["a"],
         "id": 7,
     }
-    words: tuple[object, ...] = ("--chat", "--prompts", file, "--json", *SHORT)
+    words: tuple[object, ...] = ("--chat", "--prompts", file, "--json", "--greedy", *SHORT)
     try:
         file.write_text(json.dumps(record))
         code, out, err = say(capsys, "generate", checkpoint, *words)
         assert code == 0 and err.startswith(f"warning: --prompts = '{file}': fields without effect: stop, id\n")
         assert err.endswith("warning: a chat with 'id' in a message, which the chat template does not use\n")
-        rendered = '<f>![user]hi\n[assistant]{"x": 1}\n[tool]2\n[assistant]'
-        (plain,) = lines_of(generate("--prompt", rendered, "--json", *SHORT))
         (answer,) = lines_of(out)
-        assert answer["messages"] == said and answer["tokens"] == plain["tokens"]
+        assert answer["messages"] == said
         file.write_text(json.dumps({"prompt": "hi", "chat_template_kwargs": {"thinking": True}}))
         code, _, err = say(capsys, "generate", checkpoint, *words)
         assert code == 2 and err.count("\n") == 1 and "does not use 'thinking', or boost sets it; remove it" in err

@@ -1,12 +1,16 @@
 """Second moments over calibration text, of a dense model and of its factorized copy, against what is computed by hand."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
 
 from boost.config.load import from_tree
-from boost.convert.calibration import Batch, ObservedLayout, Twins, _sampled, add_moment, collect, moment_bytes
+from boost.convert.calibration import ObservedLayout, Twins, _sampled, add_moment, collect, moment_bytes, read_batches
 from boost.convert.compress import new_decoder, slices_by_name
 from boost.convert.spectrum import low_rank_table
+from boost.data.store import TokenStore
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
@@ -21,16 +25,15 @@ def decoder() -> Decoder:
     return decoder
 
 
-def batch(rows: int, length: int) -> Batch:
-    tokens = torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(rows))
-    return Batch(tokens, tokens)
+def batch(rows: int, length: int) -> Tensor:
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(rows))
 
 
 def test_inputs_are_those_of_the_linears(decoder: Decoder) -> None:
     batches = [batch(2, 8), batch(3, 8)]
     weighted = collect(decoder, batches)
     s = torch.cat(weighted["layers.0.qkv"].importance)
-    x = torch.cat([decoder.embed[each.tokens.reshape(-1)] for each in batches]).detach()
+    x = torch.cat([decoder.embed[each.reshape(-1)] for each in batches]).detach()
     x = x * (x.square().mean(-1, keepdim=True) + decoder.model.norm_eps).rsqrt()
     x = x * slices_by_name(decoder)["layers.0.attn_norm"]
     assert [len(s_T) for s_T in weighted["layers.0.qkv"].importance] == [16, 24] and float(s.mean()) == pytest.approx(1)
@@ -45,7 +48,7 @@ def test_gradients_are_those_of_targets_drawn_from_the_model(decoder: Decoder) -
     one = batch(1, 1)
     moments = collect(decoder, [one], seed=7)
     targets = _sampled(decoder, one, torch.Generator().manual_seed(7))
-    decoder(one.tokens, targets).backward()
+    decoder(one, targets).backward()
     for name, group in (("attn.v", "qkv"), ("attn.o", "o"), ("mlp.up", "gate_up"), ("mlp.down", "down")):
         found = moments[f"layers.1.{group}"]
         fused = next(f for f in fused_params(decoder) for s in f.slices if s.parameter.name == f"layers.1.{name}.W")
@@ -57,11 +60,11 @@ def test_gradients_are_those_of_targets_drawn_from_the_model(decoder: Decoder) -
 
 def test_importance_is_the_squared_gradient_of_all_slots(decoder: Decoder) -> None:
     """Of a single token, |g|^2 = |dW|^2 / |x|^2."""
-    ones = [batch(1, 1), Batch(batch(2, 1).tokens[1:], batch(2, 1).tokens[1:])]
+    ones = [batch(1, 1), batch(2, 1)[1:]]
     moments, generator, squares = collect(decoder, ones, seed=7), torch.Generator().manual_seed(7), []
     for one in ones:
         targets = _sampled(decoder, one, generator)
-        decoder(one.tokens, targets).backward()
+        decoder(one, targets).backward()
         dw = torch.cat([
             s.view(f.parameter.grad).reshape(-1)
             for f in fused_params(decoder)
@@ -75,6 +78,17 @@ def test_importance_is_the_squared_gradient_of_all_slots(decoder: Decoder) -> No
     assert found == pytest.approx([each / (sum(squares) / 2) for each in squares])
 
 
+def test_batches_hold_only_tokens_of_the_store(store: Path) -> None:
+    """33 windows are two forward passes of 32; the whole split ends in a shorter window."""
+    opened = TokenStore.open(store)
+    train = opened.split("train")
+    some = read_batches(opened, 33 * 128, 128, toy.CPU)
+    assert [tuple(tokens_BS.shape) for tokens_BS in some] == [(32, 128), (1, 128)]
+    whole = torch.cat([tokens_BS.reshape(-1) for tokens_BS in read_batches(opened, 2 * train.n_tokens, 128, toy.CPU)])
+    n_inputs = train.n_tokens - 1  # the last token is only a target
+    assert n_inputs % 128 and whole.tolist() == train.window(0, n_inputs).tolist()
+
+
 def test_a_model_without_gradients_has_tokens_of_equal_importance(decoder: Decoder) -> None:
     with torch.no_grad():
         slices_by_name(decoder)["layers.1.mlp.down.W"].zero_()
@@ -85,7 +99,7 @@ def test_a_model_without_gradients_has_tokens_of_equal_importance(decoder: Decod
 
 def test_targets_follow_the_predictions(decoder: Decoder) -> None:
     tokens = torch.full((400, 1), 3)
-    drawn = _sampled(decoder, Batch(tokens, tokens), torch.Generator().manual_seed(0)).reshape(-1)
+    drawn = _sampled(decoder, tokens, torch.Generator().manual_seed(0)).reshape(-1)
     expected = decoder.logits_of(tokens[:1], torch.tensor([0])).softmax(-1)[0]
     frequencies = torch.bincount(drawn, minlength=64) / 400
     assert (frequencies - expected).abs().max() < 0.1
@@ -121,7 +135,7 @@ def test_moments_are_those_of_weighted_tokens_and_halves_add_up(decoder: Decoder
     batches = [batch(2, 8), batch(3, 8)]
     twins = Twins(decoder, low_rank(decoder), batches)
     twins.advance()  # in the first block both have the same inputs
-    s = [torch.rand(one.tokens.numel(), generator=torch.Generator().manual_seed(3)) for one in batches]
+    s = [torch.rand(one.numel(), generator=torch.Generator().manual_seed(3)) for one in batches]
     halves = twins.moments(1, s)
     x, low = (torch.cat(parts) for parts in zip(*twins._inputs(1), strict=True))
     assert (x - low).abs().max() > 0.01

@@ -122,14 +122,22 @@ def test_greedy_text_of_a_batch_is_that_of_each_prompt_alone(batch: int, monkeyp
     assert collected(decoder, 12, Sampling(0.0), ends, batch=batch) == {(n, 0): text for n, text in enumerate(short)}
 
 
-@pytest.mark.parametrize("batch", [2, 16])
-def test_samples_are_those_of_their_seeds_alone(batch: int) -> None:
+def test_every_text_has_random_numbers_of_its_own_however_it_is_batched() -> None:
     decoder, _ = toy.toy_decoder(toy.toy_config(**MODEL))
-    found = collected(decoder, 6, Sampling(1.0, top_p=0.9, seed=5), samples=3, batch=batch)
-    assert len(found) == 3 * len(PROMPTS)
-    for (prompt, sample), text in found.items():
-        assert text == list(generate(decoder, PROMPTS[prompt], 6, Sampling(1.0, top_p=0.9, seed=5 + sample)))
-    assert len({tuple(found[0, sample]) for sample in range(3)}) == 3
+    sampling = Sampling(1.0, top_p=0.9, seed=5)
+    found = collected(decoder, 6, sampling, samples=3, batch=1)
+    assert found == collected(decoder, 6, sampling, samples=3, batch=4)
+    assert len(found) == len({tuple(text) for text in found.values()}) == 3 * len(PROMPTS)
+    for number, prompt in enumerate(PROMPTS):
+        assert found[number, 0] == list(generate(decoder, prompt, 6, sampling))
+
+
+def test_draws_of_different_prompts_are_independent() -> None:
+    """Of 63 prompts with almost the same logits, and of one prompt 63 times, the first tokens differ like independent draws."""
+    decoder, _ = toy.toy_decoder(toy.toy_config())
+    for prompts in ([[token] for token in range(63)], [[3]] * 63):
+        drawn = {new.token for new in generate_batch(decoder, prompts, 1, Sampling(1.0), batch=8)}
+        assert len(drawn) > 30, "of 64 equally likely tokens, 40 on average"
 
 
 def test_a_prompt_runs_once_for_all_its_samples_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
