@@ -47,10 +47,11 @@ def lowrank(
     """Replaces linears inside `module` with `boost.nn.LowRankLinear`, in place, and returns it. The logger `boost.api.swap` reports
     how many at level INFO; `ranks_of` lists them.
 
-    Heads of transformers models (output embeddings, and what is outside the base model, such as `score` or `classifier`) are left
-    unchanged unless `include` or `rank` names them exactly. Linears that share their weight with another module, such as a tied
-    head, and linears whose factors would not have fewer parameters are also left unchanged. Fused experts are not linears, but
-    one 3-D weight: they stay dense, and a warning counts them. Factors require gradients if their linear does.
+    Left unchanged unless `include` or `rank` names them exactly: heads of transformers models (output embeddings, and what is outside
+    the base model, such as `score` or `classifier`), and routers (one output per expert next to them: small errors choose other
+    experts). Linears that share their weight with another module, such as a tied head, and linears whose factors would not have
+    fewer parameters are also left unchanged. Fused experts are not linears, but one 3-D weight: they stay dense, and a warning
+    counts them. Factors require gradients if their linear does.
 
     Factorize before you add adapters with peft, hooks, or another forward: such linears are refused. Linears with other parameters,
     buffers or submodules of their own, such as parametrizations, are left unchanged.
@@ -74,14 +75,15 @@ def lowrank(
     included, excluded = _patterns("include", include), _patterns("exclude", exclude)
     unused = list(_patterns("rank", tuple(by_pattern)))
     before = sum(parameter.numel() for parameter in module.parameters())
-    heads = _heads(module)
-    linears, left, chosen, matched = list(_linears(module, included, excluded)), [], [], False
+    special = dict.fromkeys(_heads(module), "heads") | dict.fromkeys(_routers(module), "routers")
+    left: dict[str, list[str]] = {}
+    linears, chosen, matched = list(_linears(module, included, excluded)), [], False
     for name, linear in linears:
         pattern = next((pattern for pattern in by_pattern if fnmatch.fnmatchcase(name, pattern)), None)
         if pattern is None:
             continue
-        if linear in heads and name not in (*included, *by_pattern):
-            left.append(name)
+        if linear in special and name not in (*included, *by_pattern):
+            left.setdefault(special[linear], []).append(name)
             continue
         matched, value = True, by_pattern[pattern]
         unused = [other for other in unused if other != pattern]
@@ -108,7 +110,8 @@ def lowrank(
         if matched:
             why = "no factors would be smaller than the linear that they replace; use a lower rank"
         elif left:
-            why = f"{', '.join(map(repr, left))} are heads, which stay dense unless include names them exactly"
+            kinds = " and ".join(f"{', '.join(map(repr, names))} are {kind}" for kind, names in left.items())
+            why = f"{kinds}, which stay dense unless include names them exactly"
         elif linears:
             why = f"no pattern in rank matches a linear, such as {linears[0][0]!r}"
         elif any(_matches(name, included) for name in ranks_of(module)):
@@ -122,13 +125,13 @@ def lowrank(
         _replace(module, name, linear, r, init, activation)
     after = sum(parameter.numel() for parameter in module.parameters())
     log.info("linears factorized: %d; parameters: %s -> %s", len(chosen), format_count(before), format_count(after))
-    if left:
-        log.info("heads left dense: %s", ", ".join(left))
+    for kind, names in left.items():
+        log.info("%s left dense: %s", kind, ", ".join(names))
     fused = {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter.ndim == 3 and min(parameter.shape) > 1 and _matches(name, included) and not _matches(name, excluded)
-        and _matches(name, tuple(by_pattern)) and "conv" not in type(module.get_submodule(name.rpartition(".")[0])).__name__.lower()
+        if _matches(name, included) and not _matches(name, excluded) and _matches(name, tuple(by_pattern))
+        and _is_fused(parameter, module.get_submodule(name.rpartition(".")[0]))
     }  # fmt: skip
     if fused:
         (name, first), count = next(iter(fused.items())), format_count(sum(weight.numel() for weight in fused.values()))
@@ -292,6 +295,30 @@ def _heads(module: nn.Module) -> set[nn.Module]:
         if isinstance(base, nn.Module) and base is not part:
             return heads | (set(part.modules()) - set(base.modules()))
     return heads
+
+
+def _routers(module: nn.Module) -> set[nn.Module]:
+    """Linears with one output for each expert next to them, that is, in the same module or in one that holds the linear."""
+    routers: set[nn.Module] = set()
+    for owner in module.modules():
+        experts: dict[int, nn.Module] = {}  # by their number
+        for part in (owner, *owner.children()):
+            if isinstance(part, nn.ModuleList | nn.ModuleDict):
+                kinds = Counter(type(child) for child in part.children() if any(True for _ in child.parameters()))
+                experts |= {number: part for number in kinds.values() if number > 1}
+            experts |= {weight.shape[0]: part for weight in part.parameters(recurse=False) if _is_fused(weight, part)}
+        near = [(part, part) for part in owner.children()]
+        near += [(part, child) for part, _ in near for child in part.children()]
+        routers |= {
+            linear for part, linear in near
+            if isinstance(linear, nn.Linear) and experts.get(linear.out_features, part) is not part
+        }  # fmt: skip
+    return routers
+
+
+def _is_fused(weight: nn.Parameter, owner: nn.Module) -> bool:
+    """Whether a parameter holds the weights of all experts."""
+    return weight.ndim == 3 and min(weight.shape) > 1 and "conv" not in type(owner).__name__.lower()
 
 
 @torch.no_grad()

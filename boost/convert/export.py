@@ -14,7 +14,7 @@ from boost.config.schema import ModelConfig
 from boost.convert.formats import MODELING_FILE, Form, class_name, config_json, entries, form_of, model_type
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, merged_generation_config, template_files, tokenizer_files
-from boost.data.tokenizer import by_transformers, encodes_alike, parse_tokenizer
+from boost.data.tokenizer import by_transformers, differing_text, parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
 from boost.paths import read_text
@@ -87,10 +87,12 @@ def export(
     if has_tokenizer and form in _STOCK:
         with contextlib.suppress(ImportError):
             owner = by_transformers(out)
-            if not encodes_alike(owner.backend_tokenizer, parse_tokenizer(read_text(out / "tokenizer.json"))):
+            probe = differing_text(owner.backend_tokenizer, parse_tokenizer(read_text(out / "tokenizer.json")))
+            if probe is not None:
                 notes.append(
-                    f"AutoTokenizer loads the tokenizer of {class_name(model, form)} as {type(owner).__name__}, which encodes text "
-                    f"differently; load it with PreTrainedTokenizerFast.from_pretrained({json.dumps(str(out))})"
+                    f"AutoTokenizer loads the tokenizer of {class_name(model, form)} as {type(owner).__name__}, which encodes some "
+                    f"text differently, such as {probe!a}; load it with PreTrainedTokenizerFast.from_pretrained("
+                    f"{json.dumps(str(out))})"
                 )
     return Exported(
         out, form, class_name(model, form), writer.parameters, writer.total_bytes, files, stored, has_tokenizer, notes

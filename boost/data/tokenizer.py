@@ -23,8 +23,9 @@ FILE = "tokenizer.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files of transformers that can override a tokenizer.json."""
 END_OF_TEXT = "<|endoftext|>"
-PROBE = "It's 2023: x = [1234567, 'a_b']\n\n  \u00e9te\u0301 \u65e5\u672c\u8a9e\t\tOK!"
-"""Text that tokenizers split in many ways: digits, contractions, punctuation, white space, an accent in two forms, CJK."""
+PROBES = ["It's", " 1234567", "x = ['a_b']\n\n  OK!\t\t", "\u00e9te", "te\u0301", "\u65e5\u672c\u8a9e"]
+PROBES.append("".join(PROBES))
+"""Texts that tokenizers split in many ways: contractions, digits, punctuation, white space, an accent in two forms, CJK."""
 # All 256 bytes and the end-of-document token: the smallest lossless byte-level vocabulary.
 MIN_VOCAB = 257
 # In order of preference: some tokenizers have more than one of them.
@@ -96,7 +97,7 @@ def load_tokenizer(spec: str | Path, notes: list[str] | None = None) -> "Tokeniz
             try:
                 owner = by_transformers(folder)
                 tokenizer = _with_settings(file, owner)
-                found += [] if tokenizer is file or encodes_alike(file, tokenizer) else [_class_note(owner)]
+                found += _class_notes(file, owner) if tokenizer is not file else []
             except ImportError:
                 found.append(f"{settings[0]} of the tokenizer not applied; that needs: pip install transformers")
         tokenizer = _as_plain_encoder(tokenizer, found)
@@ -149,25 +150,30 @@ def _with_settings(file: "Tokenizer", owner: "PreTrainedTokenizerFast") -> "Toke
     return file if theirs == ours else type(file).from_str(json.dumps(theirs))
 
 
-def encodes_alike(one: "Tokenizer", other: "Tokenizer") -> bool:
-    """Whether two tokenizers give text the same tokens. Some classes of transformers replace the rules of a tokenizer.json, which
-    the model was trained with, by their own."""
+def differing_text(one: "Tokenizer", other: "Tokenizer") -> str | None:
+    """The first of `PROBES` that two tokenizers encode differently; None if there is none. Some classes of transformers replace the
+    rules of a tokenizer.json, which the model was trained with, by their own."""
 
-    def probed(tokenizer: "Tokenizer") -> list[int] | None:
+    def probed(tokenizer: "Tokenizer", text: str) -> list[int] | None:
         try:
-            ids: list[int] = parse_tokenizer(tokenizer.to_str()).encode(PROBE, add_special_tokens=False).ids
-        except Exception:  # the Rust side raises a plain Exception for text that a vocabulary lacks
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # the Rust side raises a plain Exception for text that a vocabulary lacks, or panics
             return None
         return ids
 
-    return probed(one) == probed(other)
+    one, other = (parse_tokenizer(tokenizer.to_str()) for tokenizer in (one, other))
+    return next((text for text in PROBES if probed(one, text) != probed(other, text)), None)
 
 
-def _class_note(owner: "PreTrainedTokenizerFast") -> str:
-    return (
-        f"transformers loads this tokenizer as {type(owner).__name__}, which encodes text differently from its tokenizer.json; to "
-        "use tokenizer.json as it is, copy it to another folder without the other files"
-    )
+def _class_notes(file: "Tokenizer", owner: "PreTrainedTokenizerFast") -> list[str]:
+    if (text := differing_text(file, owner.backend_tokenizer)) is None:
+        return []
+    return [
+        f"transformers loads this tokenizer as {type(owner).__name__}, which encodes some text differently from tokenizer.json, such "
+        f"as {text!a}; to use tokenizer.json as it is, copy it to another folder without the other files"
+    ]
 
 
 def _from_hub(name: str, notes: list[str]) -> "Tokenizer":
@@ -181,7 +187,7 @@ def _from_hub(name: str, notes: list[str]) -> "Tokenizer":
                 owner = by_transformers(name)
                 tokenizer: Tokenizer = owner.backend_tokenizer
                 with suppress(Exception):  # not every repository has a tokenizer.json
-                    notes += [] if encodes_alike(Tokenizer.from_pretrained(name), tokenizer) else [_class_note(owner)]
+                    notes += _class_notes(Tokenizer.from_pretrained(name), owner)
                 return tokenizer
             except ImportError:
                 notes.append(f"settings of the tokenizer {name} not applied; that needs: pip install transformers")
@@ -201,6 +207,15 @@ def parse_tokenizer(text: str) -> "Tokenizer":
 
 
 def _as_plain_encoder(tokenizer: "Tokenizer", notes: list[str] | None = None) -> "Tokenizer":
+    if getattr(tokenizer.model, "byte_fallback", False):
+        # A trainer takes byte tokens only as special tokens. As such, decoding would drop them, and text could spell them.
+        content = json.loads(tokenizer.to_str())
+        added, ids = content["added_tokens"], tokenizer.model.token_to_id
+        content["added_tokens"] = [
+            token for token in added if not _BYTE.fullmatch(token["content"]) or ids(token["content"]) != token["id"]
+        ]
+        if content["added_tokens"] != added:
+            tokenizer = type(tokenizer).from_str(json.dumps(content))
     # BERT-like files set truncation to 512 tokens, which would silently drop text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -231,8 +246,6 @@ class PlainText:
         """Id of the token for text that the tokenizer cannot represent."""
         self._special = {eos, *(number for number, token in added.items() if token.special)}
         self._special.discard(self.unknown)
-        if getattr(tokenizer.model, "byte_fallback", False):  # its trainer takes bytes only as special tokens
-            self._special -= {number for number, name in self._added.items() if _BYTE.fullmatch(name)}
         self._split: dict[int, list[int]] = {}
         self._alphabet = _alphabet_of_dropping(tokenizer)
         self.counts = {"unknown": 0, "dropped": 0, "spelled": 0, "forged": 0}

@@ -369,6 +369,31 @@ def test_heads_stay_dense_and_are_named(kind: str, caplog: pytest.LogCaptureFixt
         assert ranks_of(boost.lowrank(build(), **{"rank": 0.25, **options}))[head] == 1  # type: ignore[arg-type]
 
 
+class Experts(nn.Module):
+    """A mixture of experts: a list, or one weight for all of them."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.router = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 8))
+        self.experts: Any = nn.Module() if fused else nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        if fused:
+            self.experts.up = nn.Parameter(torch.randn(8, 32, 32))
+        self.shared = nn.Linear(32, 32)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_routers_stay_dense_and_are_named(fused: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Small errors in a router choose other experts."""
+    with caplog.at_level("INFO", logger="boost.api.swap"):
+        assert ranks_of(boost.lowrank(Experts(fused), 0.25)).keys() == {
+            "shared", *(() if fused else (f"experts.{number}" for number in range(8)))
+        }  # fmt: skip
+    assert "routers left dense: router.1" in caplog.text
+    with pytest.raises(ConfigError, match=r"because 'router\.1' are routers, which stay dense unless include names"):
+        boost.lowrank(Experts(fused), 0.25, include="router.*")
+    assert ranks_of(boost.lowrank(Experts(fused), 0.25, include="router.1")) == {"router.1": 2}
+
+
 @pytest.mark.slow
 def test_fused_experts_stay_dense_and_are_counted(caplog: pytest.LogCaptureFixture, transformers: Any) -> None:
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**GROUPED, num_local_experts=2))

@@ -66,6 +66,8 @@ def draw_tokenizer(rng: random.Random, kind: str) -> Tokenizer:
     options: dict[str, Any] = {"special_tokens": special, "vocab_size": 340, "show_progress": False}
     options |= {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()} if kind == "bytes" else {}
     options |= {"unk_token": "<unk>"} if kind == "unigram" else {}
+    if getattr(model, "byte_fallback", False) and rng.random() < 0.7:
+        options |= {"special_tokens": [*special, *(f"<0x{byte:02X}>" for byte in range(256))], "vocab_size": 500}
     tokenizer.train_from_iterator([TEXT, *SPELLED], trainer(**options))
     for content in rng.sample(SPELLED, rng.randrange(4)):
         token = AddedToken(content, **draw_flags(rng))
@@ -179,7 +181,9 @@ def check(folder: Path, seed: int) -> str:
         return "equal"  # transformers always considers named tokens special, so they are not found in text
     for text in texts:
         start = [] if vocabulary.start is None else [vocabulary.start]
-        assert again(text)["input_ids"] == start + ours.encode(text, add_special_tokens=False).ids, (seed, kind, text)
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert again(text)["input_ids"] == start + ids, (seed, kind, text)
+        assert again.decode(ids, skip_special_tokens=True) == ours.decode(ids), (seed, kind, text)
     back = read_vocabulary(exported)
     assert (back.fingerprint, back.start) == (vocabulary.fingerprint, vocabulary.start), (seed, kind)
     return "equal"
