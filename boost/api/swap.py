@@ -47,10 +47,10 @@ def lowrank(
     """Replaces linears inside `module` with `boost.nn.LowRankLinear`, in place, and returns it. The logger `boost.api.swap` reports
     how many at level INFO; `ranks_of` lists them.
 
-    Left unchanged unless `include` or `rank` names them exactly: heads of transformers models (output embeddings, and what is outside
-    the base model, such as `score` or `classifier`), and routers (one output per expert next to them: small errors choose other
-    experts). Linears that share their weight with another module, such as a tied head, and linears whose factors would not have
-    fewer parameters are also left unchanged. Fused experts are not linears, but one 3-D weight: they stay dense, and a warning
+    Left unchanged unless `include` or `rank` names them exactly: heads of transformers models (output embeddings, and what is
+    outside the base model, such as `score` or `classifier`), and routers (one output per expert next to them: small errors choose
+    other experts). Linears that share their weight with another module, such as a tied head, and linears whose factors would not
+    have fewer parameters are also left unchanged. Fused experts are not linears, but one 3-D weight: they stay dense, and a warning
     counts them. Factors require gradients if their linear does.
 
     Factorize before you add adapters with peft, hooks, or another forward: such linears are refused. Linears with other parameters,

@@ -154,8 +154,8 @@ class TrainConfig(Section):
     working_copies: bool = True
     """True: cast weights to compute_dtype once per step, use these copies in all forward and backward passes, and accumulate their
     gradients over micro-batches in param_dtype. False: cast a weight each time it is used. Both give bitwise identical results,
-    except for weights that are used twice per micro-batch (parallel.overlap). No effect if the dtypes are equal, or if weights are
-    sharded (they are cast before the all-gather)."""
+    except that gradients of weights that are used twice per micro-batch (parallel.overlap, model.tied) are first added in
+    compute_dtype. No effect if the dtypes are equal, or if weights are sharded (they are cast before the all-gather)."""
 
     reduce_dtype: Annotated[Literal["param_dtype", "bfloat16"], UNTRACED] = "param_dtype"
     """Dtype of the gradient reduction over processes at the end of each step (over replicas; over TP for factors that btp-sp

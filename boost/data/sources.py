@@ -137,12 +137,14 @@ class FilesSource:
         self._skipped: list[tuple[str, str]] = []
         self._chosen = set[Path]()
         """Files of a train split that is known to be one."""
+        self._saved_files = set[Path]()
+        """Files of saved datasets."""
         self._seen = set[str]() if seen is None else seen
         if not self.path.exists():
             otherwise = "" if chat else ", or use --stdlib for a corpus without files"
             raise DataError(f"{path}: no such file or folder; check the spelling{otherwise}")
         if self.path.is_dir():
-            self.files = [self._input(file, explicit=False) for file in self._of_train([*self._walk()])]
+            self.files = [self._input(file, explicit=False) for file in self._data(self._of_train([*self._walk()]))]
         else:
             self.files = [self._input(self.path, explicit=True)]
         self.size: int | None = sum(file.size for file in self.files)
@@ -159,7 +161,9 @@ class FilesSource:
                 continue
             if DATASET_DICT in names or set(names) >= DATASET_METADATA:
                 try:
-                    yield from self._saved(Path(folder))
+                    files = self._saved(Path(folder))
+                    self._saved_files.update(files)
+                    yield from files
                 except DataError as problem:
                     if Path(folder) == self.path:
                         raise
@@ -252,6 +256,16 @@ class FilesSource:
             else:
                 self._skip(path, f"in the split {others[key]!r}, not in train" if key in others else "in no split")
         return read
+
+    def _data(self, paths: list[Path]) -> Iterator[Path]:
+        """The files without those that a dataset has next to or above its tables, such as a license."""
+        tables = {path for path in paths if path.name.lower().endswith(TABLE_SUFFIXES) and ".csv" not in path.name}
+        folders = {folder for table in tables - self._saved_files for folder in table.parents}
+        for path in paths:
+            if path in tables or path.parent not in folders:
+                yield path
+            else:
+                self._skip(path, "not a table, but in a folder of tables; to read it, pass it by name")
 
     def _skip(self, path: str | Path, reason: str) -> None:
         self._skipped.append((os.path.relpath(path, self.path), reason))

@@ -171,8 +171,8 @@ def _class_notes(file: "Tokenizer", owner: "PreTrainedTokenizerFast") -> list[st
     if (text := differing_text(file, owner.backend_tokenizer)) is None:
         return []
     return [
-        f"transformers loads this tokenizer as {type(owner).__name__}, which encodes some text differently from tokenizer.json, such "
-        f"as {text!a}; to use tokenizer.json as it is, copy it to another folder without the other files"
+        f"transformers loads this tokenizer as {type(owner).__name__}, which encodes some text differently from tokenizer.json, "
+        f"such as {text!a}; to use tokenizer.json as it is, copy it to another folder without the other files"
     ]
 
 

@@ -5,9 +5,9 @@ Legend: B sequences, S tokens per sequence, V vocabulary size.
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,9 @@ class Decoder(decoder.Decoder):
         if initialized and spec.device.type != "meta":
             initialize(self, spec.seed)
         self._sums = shard_weights(self, spec)
+        self.register_load_state_dict_pre_hook(_require_one_table)
+        self.register_load_state_dict_post_hook(_tie)
+        self._ties_after_load = False
         if spec.model.tied:
             self.lm_head.weight = self.embedding.weight
             if "gradient_sums" in vars(self.embedding):
@@ -94,6 +97,14 @@ class Decoder(decoder.Decoder):
     def is_tied(self) -> bool:
         """Whether the head is the embedding, as built or made so afterwards."""
         return self.lm_head._parameters.get("weight") is self.embedding._parameters.get("weight", 0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As of any module, such as for `to_empty`, which makes two parameters of one that modules share."""
+        is_tied = self.is_tied
+        super()._apply(fn, recurse)
+        if is_tied:
+            self.lm_head.weight = self.embedding.weight
+        return self
 
     def _weight(self, name: str, kind: type[nn.Module], options: dict[str, Any]) -> Any:
         """The weight of a plain module, or else, for `OneProcess`, a function that calls the module."""
@@ -211,6 +222,23 @@ class Decoder(decoder.Decoder):
                 "attn.layer to the index in layers"
             )
         return super().make_caches(batch, capacity)
+
+
+def _require_one_table(module: Decoder, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Refuses to load two tables into a tied decoder: only the head's would stay."""
+    module._ties_after_load = module.is_tied
+    tables: list[Any] = [state.get(f"{prefix}{name}.weight") for name in ("embedding", "lm_head")]
+    is_plain = all(isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.is_meta for x in tables)
+    if module.is_tied and is_plain and not torch.equal(*tables):
+        rest[-1].append(
+            "embedding.weight and lm_head.weight differ, but the decoder is tied; build it with tied = False"
+        )
+
+
+def _tie(module: Decoder, _: object) -> None:
+    """After `load_state_dict(assign=True)`, which makes two parameters of one that modules share."""
+    if module._ties_after_load:
+        module.lm_head.weight = module.embedding.weight
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:

@@ -242,12 +242,16 @@ def test_files_that_git_lfs_did_not_fetch_are_no_text(tmp_path):
     names = ("a.txt", "b.jsonl", "c.csv", "d.parquet", "e.py")
     for name in names:
         (tmp_path / name).write_bytes(pointer)
-    (tmp_path / "f.txt").write_text("version 2")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "f.txt").write_text("version 2")
+    for name in ("a.txt", "b.jsonl", "c.csv", "e.py"):
+        (tmp_path / name).rename(tmp_path / "texts" / name)
     documents, report = read(FilesSource(tmp_path))
-    assert documents == [("f.txt", "version 2")]
+    assert documents == [("texts/f.txt", "version 2")]
+    names = ("d.parquet", *(f"texts/{name}" for name in names if name != "d.parquet"))
     assert {*skips(report)} == {(name, "a Git LFS pointer, not the file itself") for name in names}
     with pytest.raises(DataError, match=r"a Git LFS pointer.*git lfs pull"):
-        read(FilesSource(tmp_path / "b.jsonl"))
+        read(FilesSource(tmp_path / "texts" / "b.jsonl"))
 
 
 def test_binary_data_is_not_taken_for_utf16(tmp_path):
@@ -431,9 +435,8 @@ def test_columns_of_one_name_are_refused(tmp_path):
     pq.write_table(table, tmp_path / "x.parquet")
     with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
-    (tmp_path / "a.txt").write_text("text")
     found, report = read(FilesSource(tmp_path))
-    assert found == [("a.txt", "text")]
+    assert found == []
     assert [reason for _, reason in skips(report)] == ["not a valid Arrow file", "not a valid Parquet file"]
     with pytest.raises(DataError, match="several columns are named 'text'; rename all but one"):
         read(FilesSource(tmp_path / "x.parquet"))
@@ -668,12 +671,33 @@ def test_a_file_without_a_text_column_skips_all_of_its_rows(tmp_path):
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
     with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=2)
-    (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"a{i},b{i}\n" for i in range(7)))
-    (tmp_path / "x.jsonl").write_text("".join(f'{{"a": "a{i}", "b": "b{i}"}}\n' for i in range(7)))
+    rows = tmp_path / "rows" / "x.jsonl"
+    rows.parent.mkdir()
+    rows.with_suffix(".csv").write_text("a,b\n" + "".join(f"a{i},b{i}\n" for i in range(7)))
+    rows.write_text("".join(f'{{"a": "a{i}", "b": "b{i}"}}\n' for i in range(7)))
     documents, report = read(FilesSource(tmp_path))
     assert documents == []
     (section,) = report.sources
     reason = "no text column found among a, b"
     assert {entry.name: entry.skipped[reason].count for entry in section.files} == {
-        f"x.{suffix}": 7 for suffix in ("parquet", "arrow", "csv", "jsonl")
+        f"{name}": 7 for name in ("rows/x.csv", "rows/x.jsonl", "x.arrow", "x.parquet")
     }
+
+
+def test_what_lies_with_tables_is_no_text(tmp_path):
+    """Such as a license next to them, or in a folder above."""
+    for name in ("LICENSE", "NOTES.md", "data/infos.json", "notes/a.txt", "notes/b.jsonl"):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text('{"text": "words"}')
+    for name in ("a", "sub/b"):
+        path = tmp_path / "set" / "data" / f"{name}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"text": [f"row of {name}"]}), path)
+    documents, report = read(FilesSource(tmp_path))
+    assert [text for _, text in documents] == ["row of a", "row of sub/b", '{"text": "words"}', "words"]
+    assert {name for name, _ in skips(report)} == {f"set/{name}" for name in ("LICENSE", "NOTES.md", "data/infos.json")}
+    assert {reason for _, reason in skips(report)} == {
+        "not a table, but in a folder of tables; to read it, pass it by name"
+    }
+    assert [text for _, text in read(FilesSource(tmp_path / "set" / "LICENSE"))[0]] == ['{"text": "words"}']

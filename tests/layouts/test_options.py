@@ -150,6 +150,7 @@ def test_biases_and_norms_of_heads_do_not_decay_and_start_neutral() -> None:
     named = [f"layers.1.attn.{name}" for name in ("q.bias", "k.bias", "v.bias", "o.bias", "q.norm", "k.norm")]
     assert set(named) <= small.keys()
     assert not any(decays(fused, config.optim) for fused in small.values())
+    assert all(decays(fused, type(config.optim)()) for fused in small.values()), "the default, decay_on = 'all'"
     assert {name: small[name].parameter.unique().item() for name in named} == {
         n: float(n.endswith("norm")) for n in named
     }

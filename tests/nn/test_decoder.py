@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import boost
@@ -239,6 +239,26 @@ def test_second_derivatives_are_refused(with_targets: bool) -> None:
     loss = model(tokens, targets if with_targets else None).sum()
     with pytest.raises(ConfigError, match="create_graph = True: boost.nn has no second derivatives"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_tied_head_stays_tied_when_parameters_are_replaced(assign: bool, wrapped: bool) -> None:
+    trained, made = (boost.nn.Decoder(**SIZES, tied=True, seed=seed) for seed in (0, 1))
+    model = nn.Sequential(made) if wrapped else made
+    state = {f"0.{name}" if wrapped else name: value for name, value in trained.state_dict().items()}
+    state = {name: value.clone() for name, value in state.items()}  # as from a file
+    model.to_empty(device="cpu").load_state_dict(state, assign=assign)
+    assert made.is_tied and len(list(made.parameters())) == len(list(trained.parameters()))
+    tokens = torch.arange(8)[None]
+    assert torch.equal(made(tokens), trained(tokens))
+    head = next(name for name in state if name.endswith("lm_head.weight"))
+    with pytest.raises(RuntimeError, match="differ, but the decoder is tied; build it with tied = False"):
+        model.load_state_dict(state | {head: 2 * state[head]}, assign=assign)
+    made.lm_head.weight = nn.Parameter(2 * made.embedding.weight)  # untied on purpose
+    assert not made.float().is_tied
+    model.load_state_dict(state | {head: 2 * state[head]}, assign=assign)
+    assert not made.is_tied
 
 
 def test_no_two_layers_use_one_cache() -> None:

@@ -73,6 +73,15 @@ def test_the_same_on_one_process() -> None:
         assert differences(toy.toy_config("bfloat16", model=model, train={**BF16, "global_batch": 6})) == []
 
 
+def test_a_tied_table_adds_two_gradients_in_compute_dtype() -> None:
+    """As train.working_copies says: the only difference, and one of rounding."""
+    config = toy.toy_config("bfloat16", model={"tied": True}, train={**BF16, "global_batch": 4}, optim={"clip": 0.0})
+    copied, cast = Trained(config), Trained(without(config))
+    ours, theirs = copied.gradients[0], cast.gradients[0]
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == ["embed"]
+    assert (ours["embed"] - theirs["embed"]).abs().max() <= 2**-8 * theirs["embed"].abs().max()
+
+
 MESHES = [
     ({"pp": 2, "schedule": "interleaved-1f1b"}, 2),
     ({"layout": "btp", "tp": 2, "dp": 2}, 4),
