@@ -22,12 +22,16 @@ def status(path: Path | str) -> os.stat_result | None:
     """The status of what is at a path, or None if nothing is there. Raises OSError if the system cannot tell (EIO, ESTALE,
     ETIMEDOUT, ...), which is evidence of neither: a run goes on without an answer, and writes and removes nothing there.
 
-    `Path.exists`, `is_file` and `is_dir` take some of these errors for a no; from Python 3.14 on, all.
+    `Path.exists`, `is_file` and `is_dir` raise, too, but from Python 3.14 on say no.
     """
     try:
         return os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except ValueError:  # no path
         return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return None
+        raise
 
 
 def is_file(path: Path | str) -> bool:

@@ -62,12 +62,9 @@ def test_only_regular_files_of_a_sane_size_are_read(endless: Callable[[Path], No
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
 def test_what_cannot_be_told_is_neither_there_nor_missing(tmp_path: Path, error: int) -> None:
     (tmp_path / "file").write_text("{}")
-    for name, there in (
-        ("file", (True, False)),
-        ("", (False, True)),
-        ("none", (False, False)),
-        ("file/x", (False, False)),
-    ):
+    (tmp_path / "loop").symlink_to("loop")
+    none = ((name, (False, False)) for name in ("none", "file/x", "loop", "n" * 300, "\0"))
+    for name, there in (("file", (True, False)), ("", (False, True)), *none):
         assert (is_file(tmp_path / name), is_folder(tmp_path / name)) == there
         assert (status(tmp_path / name) is not None) == any(there) and read_record(tmp_path / name) == {}
 
