@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from boost.errors import ConfigError, StorageError
+from boost.paths import is_file, status
 
 
 def temporary_sibling(final: Path) -> Path:
@@ -28,7 +29,7 @@ def remove_leftovers(final: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes as much as possible of a folder or a file."""
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):  # which never raise
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
@@ -74,14 +75,14 @@ def new_folder(path: Path, field: str) -> Iterator[Path]:
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a UTF-8 file: a reader, or a process that is killed meanwhile, finds the old text or the new one. Raises OSError."""
-    if path.exists() and not path.is_file():  # a pipe or a device, such as /dev/stdout
+    if status(path) and not is_file(path):  # a pipe or a device, such as /dev/stdout
         path.write_text(text, encoding="utf-8", newline="\n")
         return
     final = path.resolve()  # replace the file, not a link to it
     draft = temporary_sibling(final)
     try:
         draft.write_text(text, encoding="utf-8", newline="\n")
-        if final.exists():
+        if status(final):
             shutil.copymode(final, draft)
         draft.replace(final)
     finally:
@@ -95,9 +96,11 @@ def storage_errors(directory: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         where, reason = f" ({error.filename})" if error.filename else "", error.strerror or error
-        links = [
-            path for path in (Path(directory), *Path(directory).parents) if path.is_symlink() and not path.exists()
-        ]
+        links: list[Path] = []
+        with contextlib.suppress(OSError):  # the system cannot tell whether it is one
+            links = [
+                path for path in (Path(directory), *Path(directory).parents) if path.is_symlink() and not status(path)
+            ]
         if links:
             where, reason = "", f"'{links[0]}' is a link to '{links[0].readlink()}', which does not exist"
         raise StorageError(

@@ -18,6 +18,34 @@ READ_LIMIT = 1 << 28
 """Maximum size of a file that is read whole, in bytes. The largest tokenizers take 50 MB."""
 
 
+def status(path: Path | str) -> os.stat_result | None:
+    """The status of what is at a path, or None if nothing is there. Raises OSError if the system cannot tell (EIO, ESTALE,
+    ETIMEDOUT, ...), which is evidence of neither: a run goes on without an answer, and writes and removes nothing there.
+
+    `Path.exists`, `is_file` and `is_dir` raise, too, but from Python 3.14 on say no.
+    """
+    try:
+        return os.stat(path)
+    except ValueError:  # no path
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return None
+        raise
+
+
+def is_file(path: Path | str) -> bool:
+    """Whether a regular file is at a path (`status`)."""
+    about = status(path)
+    return about is not None and stat.S_ISREG(about.st_mode)
+
+
+def is_folder(path: Path | str) -> bool:
+    """Whether a folder is at a path (`status`)."""
+    about = status(path)
+    return about is not None and stat.S_ISDIR(about.st_mode)
+
+
 def require_regular(path: Path | str) -> os.stat_result:
     """Returns the status of a regular file. Raises OSError if it does not exist, or if it is a pipe or a device (or a link to one),
     because opening or reading it might never finish."""
@@ -35,10 +63,11 @@ def read_text(path: Path | str, errors: str = "strict") -> str:
 
 
 def read_record(path: Path | str) -> JsonObject:
-    """The JSON object in a file that a run keeps for itself; {} if there is none that can be read."""
+    """The JSON object in a file that a run keeps for itself; {} if there is none. Raises OSError if the system cannot tell, as
+    `status` does."""
     try:
-        value = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(read_text(path)) if is_file(path) else {}
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -128,8 +128,8 @@ class OneStep(Hook):
             self.seen = self.calls.stop()
 
 
-STEP = Footprint(calls=692, functions=151, files=31)
-"""One step of `boost train` on one process, with its hooks and its look at the lock on the run directory."""
+STEP = Footprint(calls=693, functions=152, files=31)
+"""One step of `boost train` on one process, with its hooks and its looks at the run directory's lock and the next step's data."""
 
 
 def test_a_training_step(store: Path, tmp_path: Path) -> None:

@@ -154,6 +154,19 @@ def test_no_layout_is_known_by_its_name_outside_the_layouts() -> None:
     assert found == []
 
 
+def test_a_run_asks_for_files_with_three_answers() -> None:
+    """`Path.exists` and the like turn "cannot tell" into an error or a no, depending on Python's version (`boost.paths.status`)."""
+    found = [
+        f"{name_of(file)}:{node.lineno} {node.func.attr}"
+        for file in FILES
+        if file.relative_to(ROOT).parts[0] in ("train", "elastic")
+        for node in nodes_of(file)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in ("exists", "is_file", "is_dir", "isfile", "isdir", "lexists")
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
 def test_every_guard_is_where_the_list_says(guard: Guard) -> None:
     """`make guards` removes each; what was renamed since must not be missed until then."""

@@ -1,15 +1,19 @@
 """Names from files become paths only if they stay in their folder."""
 
+import errno
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from boost.errors import CheckpointError, DataError
-from boost.paths import file_name, read_text
+from boost.paths import file_name, is_file, is_folder, read_record, read_text, status
 from boost.train.metrics import read_metrics
 from boost.train.run_lock import is_held
 from boost.train.rundir import RunDirectory
+from tests.train.reads import watched
 
 UNSAFE = ["", ".", "..", "../x", "/x", "a/b", "a\\b", "C:", "c:x", "x\0", "\ud800", "n" * 201, 3, None, ["x"]]
 
@@ -53,6 +57,25 @@ def test_only_regular_files_of_a_sane_size_are_read(endless: Callable[[Path], No
     (tmp_path / "text").write_text("text")
     (tmp_path / "link").symlink_to("text")
     assert read_text(tmp_path / "link") == "text"
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_what_cannot_be_told_is_neither_there_nor_missing(tmp_path: Path, error: int) -> None:
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "loop").symlink_to("loop")
+    none = ((name, (False, False)) for name in ("none", "file/x", "loop", "n" * 300, "\0"))
+    for name, there in (("file", (True, False)), ("", (False, True)), *none):
+        assert (is_file(tmp_path / name), is_folder(tmp_path / name)) == there
+        assert (status(tmp_path / name) is not None) == any(there) and read_record(tmp_path / name) == {}
+
+    def see(call: str, path: str) -> None:
+        raise OSError(error, os.strerror(error), path)
+
+    with watched(see):
+        for ask in (status, is_file, is_folder, read_record):
+            for name in ("file", "none"):
+                with pytest.raises(OSError, match=re.escape(os.strerror(error))):
+                    ask(tmp_path / name)
 
 
 def test_a_run_directory_with_such_files_is_read(endless: Callable[[Path], None], tmp_path: Path) -> None:

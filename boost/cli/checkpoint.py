@@ -130,10 +130,10 @@ def unless_removed(path: Path, examine: Callable[[Path], Result]) -> Result | No
     try:
         examined = examine(path)
     except (BoostError, OSError):
-        if folder_identity(path) == before:
+        if folder_identity(path) in (before, ()):
             raise
         return None
-    return examined if folder_identity(path) == before else None
+    return examined if folder_identity(path) in (before, ()) else None
 
 
 def checkpoint_folders(path: Path) -> list[Path]:

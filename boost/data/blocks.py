@@ -1,7 +1,9 @@
 """Reads and checks the files in a token store: arrays without a memory map, and one digest per block."""
 
 import hashlib
+import logging
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import overload
@@ -12,9 +14,13 @@ import numpy.typing as npt
 from boost.errors import DataError, UnreadableDataError
 from boost.paths import require_regular
 
+log = logging.getLogger("boost")
+
 BLOCK_BYTES = 1 << 22
 """Bytes per digest: reading and hashing them takes a few milliseconds."""
 DIGEST_BYTES = 16
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0, 15.0)
+"""Pauses before another attempt at a read that failed, in seconds: a network file system may be back within a minute."""
 
 
 def block_digest(data: bytes | bytearray | memoryview) -> str:
@@ -96,13 +102,17 @@ class FileArray:
         return np.frombuffer(data, dtype=self.dtype)
 
     def read_bytes(self, start: int, length: int) -> bytes:
-        """`length` bytes from `start`. Raises `DataError` if the file was truncated, `UnreadableDataError` if a read fails."""
-        parts, left = [], length
+        """`length` bytes from `start`. Raises `DataError` if the file was truncated, `UnreadableDataError` if reads fail."""
+        parts, left, pauses = [], length, iter(PAUSES_S)
         while left:
             try:
                 part = os.pread(self._descriptor, left, start + length - left)
             except OSError as error:
-                raise unreadable(self.path, error) from None
+                if (pause := next(pauses, None)) is None:
+                    raise unreadable(self.path, error) from None
+                log.warning("%s cannot be read: %s; trying again in %g s", self.path, error.strerror, pause)
+                time.sleep(pause)
+                continue
             if not part:
                 raise DataError(
                     f"{self.path} is shorter than when it was opened (byte {start + length - left} is missing); restore it"

@@ -175,6 +175,7 @@ class TokenStore:
     def __init__(self, path: Path, meta: JsonObject, tokenizer_json: str) -> None:
         """`tokenizer_json`: the text of tokenizer.json when the store was opened, even if the file has changed since."""
         self.path, self.meta, self.tokenizer_json = path, meta, tokenizer_json
+        self._splits: dict[str, Split] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
@@ -276,10 +277,12 @@ class TokenStore:
             )
 
     def split(self, name: str) -> Split:
-        """The split `train` or `heldout`."""
+        """The split `train` or `heldout`. Its files are opened once, so that replacing or deleting the store changes nothing."""
+        if name in self._splits:
+            return self._splits[name]
         sizes = self.meta["splits"][name]
         targets = Spans(FileArray(self.path / f"{name}.targets", OFFSET_DTYPE)) if self.is_masked else None
-        return Split(
+        self._splits[name] = Split(
             name=name,
             path=self.path,
             tokens=FileArray(self.path / f"{name}.tokens", token_dtype(self.vocab_size)),
@@ -292,6 +295,7 @@ class TokenStore:
             n_targets=int(sizes["targets"]) if targets else None,
             n_target_bytes=int(sizes["target_bytes"]) if targets else None,
         )
+        return self._splits[name]
 
 
 def is_missing(path: Path) -> bool:

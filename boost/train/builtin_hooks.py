@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from boost.config.schema import Config, TrainConfig
-from boost.errors import NonFiniteError, StorageError, TrainingError
+from boost.errors import NonFiniteError, StorageError, TrainingError, UnreadableDataError
 from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.agreement import run_on_main
@@ -88,7 +88,10 @@ class PeriodicEvaluation(Hook):
     def after_step(self, trainer: Trainer, event: StepEnd) -> None:
         left_out = event.stopping or (event.last and not self.at_last_step)
         if _due(event.metrics.step, self.every) and not left_out:
-            trainer.evaluate(self.max_tokens)
+            try:
+                trainer.evaluate(self.max_tokens)
+            except UnreadableDataError as error:
+                trainer.warn(f"no evaluation at step {event.metrics.step}: {error}; training continues")
 
 
 class PeriodicCheckpoint(Hook):
@@ -166,7 +169,7 @@ class PeriodicCheckpoint(Hook):
         self._saved_step = event.step
 
         def record() -> None:
-            trainer.run.require_owned(event.path.parent)
+            trainer.run.require_owned()  # of run.dir, wherever the checkpoint is
             trainer.run.record_saved(event.path, event.step)
 
         # The checkpoint is complete, so a failure here must not look like a failed save. All processes see the same failure.
@@ -190,6 +193,7 @@ class PeriodicCheckpoint(Hook):
         self._best, self._candidate = best, _ = self._candidate, None
         if self.train.keep_best and best:
             with best_effort("write best.json", trainer.warn, StorageError):
+                run_on_main(trainer.mesh, trainer.run.require_owned, StorageError)
                 run_on_main(trainer.mesh, lambda: write_best(trainer.run.checkpoints, best), StorageError)
 
 

@@ -3,6 +3,7 @@
 For a mixture of stores, it is the weighted mean of the stores' losses.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import DocumentBatches, EvaluationBatches
+from boost.data.batches import Batch, DocumentBatches, EvaluationBatches
 from boost.data.mixture import AnySplit
 from boost.data.store import Split
 from boost.errors import DataError
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
+from boost.train.agreement import run_on_all
 from boost.train.model import Model
 from boost.train.prefetch import to_device
 from boost.train.progress import progress
@@ -66,14 +68,27 @@ def evaluate(
 
     def of_store(part: Split, limit: int | None, label: str) -> Evaluation:
         of_rank = part, seq_len, batch, mesh.dp.rank, mesh.dp.size, limit
-        batches = DocumentBatches(*of_rank) if by_document else EvaluationBatches(*of_rank, isolate)
+        opened = list[DocumentBatches | EvaluationBatches]()
+        run_on_all(
+            mesh,
+            lambda: opened.append(DocumentBatches(*of_rank) if by_document else EvaluationBatches(*of_rank, isolate)),
+            DataError,
+        )
+        (batches,) = opened
+        reading, ahead = iter(progress(batches, label, enabled=mesh.is_main)), list[Batch]()
+
+        def read() -> None:
+            ahead[:] = itertools.islice(reading, STOP_CHECK_EVERY)
+
         total = torch.zeros(2, dtype=torch.double, device=mesh.device)
-        for index, whole in enumerate(progress(batches, label, enabled=mesh.is_main)):
-            if index % STOP_CHECK_EVERY == 0 and stopped():
+        for _ in range(0, len(batches), STOP_CHECK_EVERY):
+            if stopped():
                 raise EvaluationStopped
-            tokens, targets, documents = to_device(whole.share(mesh.cp.rank, mesh.cp.size), isolate, mesh.device)
-            total[0] += model(tokens, targets, documents).double()
-            total[1] += (targets != IGNORED).sum()
+            run_on_all(mesh, read, DataError)  # otherwise the others would wait for a process that cannot read its data
+            for whole in ahead:
+                tokens, targets, documents = to_device(whole.share(mesh.cp.rank, mesh.cp.size), isolate, mesh.device)
+                total[0] += model(tokens, targets, documents).double()
+                total[1] += (targets != IGNORED).sum()
         total[1] /= mesh.pp.size  # every stage counts targets, but only one has the loss
         for axis in (mesh.dp_cp, mesh.pp):
             if axis.size > 1:

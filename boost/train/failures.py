@@ -133,7 +133,10 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
 
 def read_reports(folder: Path) -> list[FailureReport]:
     """Reads the reports from all processes, earliest first."""
-    reports = [FailureReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("report*.json")]
+    reports = []
+    with contextlib.suppress(OSError):  # the exit codes still tell which processes failed
+        for path in folder.glob("report*.json"):
+            reports.append(FailureReport(**json.loads(path.read_text(encoding="utf-8"))))
     return sorted(reports, key=lambda report: report.time)
 
 

@@ -137,12 +137,13 @@ class FolderBoard:
 def read_beats(folder: Path) -> list[Beat]:
     """The heartbeats in the folder that the launcher shares with its processes, sorted by rank."""
     beats = []
-    for path in folder.glob("beat[0-9]*"):
-        for _ in range(3):
-            with contextlib.suppress(OSError, ValueError):  # being overwritten, or removed
-                beats.append(Beat.parse(path.read_text(encoding="utf-8")))
-                break
-            time.sleep(1e-3)
+    with contextlib.suppress(OSError):  # a folder that cannot be listed blames no process
+        for path in folder.glob("beat[0-9]*"):
+            for _ in range(3):
+                with contextlib.suppress(OSError, ValueError):  # being overwritten, or removed
+                    beats.append(Beat.parse(path.read_text(encoding="utf-8")))
+                    break
+                time.sleep(1e-3)
     return sorted(beats, key=lambda beat: beat.rank)
 
 

@@ -31,6 +31,7 @@ import torch
 from boost import errors
 from boost.errors import BoostError, ConfigError, TrainingError
 from boost.machine import available_cores
+from boost.paths import status
 from boost.text import printable_text
 from boost.train.failures import FailureReport, how_it_ended, read_reports, root_cause
 from boost.train.heartbeat import process_name, read_beats
@@ -115,7 +116,7 @@ def launch(
             failed = _run(spec, signals, "fork" if forks else "spawn", supervise)
         if failed:
             return _raise_root_cause(spec, failed, read_reports(spec.folder), signals)
-        written = [path for rank in range(nproc) if (path := spec.folder / f"code{rank}").exists()]
+        written = [path for rank in range(nproc) if status(path := spec.folder / f"code{rank}")]
         codes = [int(path.read_text(encoding="ascii")) for path in written]
         return next((code for code in codes if code), 0)
 

@@ -17,7 +17,7 @@ from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_corpus
 from boost.data.mixture import Corpus
-from boost.errors import BoostError, DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
+from boost.errors import BoostError, DamagedCheckpointError, DataError, NonFiniteError, StorageError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
@@ -102,6 +102,8 @@ class Trainer:
         """Whether a stop signal may have arrived outside a step: during startup, an evaluation or a save."""
         self._signals = StopRequest()
         self._stop_reason: str | None = None
+        self._unreadable: DataError | None = None
+        """Why this process cannot read the data of the next steps."""
         self._saved: Path | None = None
         self._said_empty = False
         # Read the tokenizer once, because the store on disk may be replaced or deleted during training.
@@ -226,6 +228,8 @@ class Trainer:
             require_trained(self.model, self.fused_params)
             with StopRequest() as self._signals:
                 stopped = self._train()
+                if stopped == StepFlags.STOP:
+                    run_on_all(self.mesh, self._require_data, DataError)
                 # Keep catching signals, so that a late one does not discard the results of a saved run.
                 self.finish_save()
                 evaluation = None if stopped else self.evaluate()
@@ -274,7 +278,7 @@ class Trainer:
             metrics = step_metrics(self, stats, update.lr, seconds)
             self.recent = [metrics]
             if self.run.lock is not None:
-                self.run.lock.require_not_taken()
+                self.run.lock.require_not_taken(self.warn)
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             save, joins = StepFlags.SAVE in stats.flags, StepFlags.JOIN in stats.flags
             empty = stats.is_finite and not stats.updates
@@ -285,6 +289,11 @@ class Trainer:
             if judge.rollback_reason is not None:
                 self._roll_back()
         return StepFlags.NONE
+
+    def _require_data(self) -> None:
+        """Raises DataError if the run was stopped, and saved, because this process cannot read the data of the next steps."""
+        if self._unreadable:
+            raise type(self._unreadable)(f"{self._unreadable} (saved at step {self.position.step})")
 
     def _begin_step(self, clock: StepClock) -> Passes:
         step = self.position.step
@@ -350,7 +359,8 @@ class Trainer:
         self.notify("on_rollback", events.Rollback(self.position.step, before.step, reason))
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
-        """Evaluates the held-out split, or about `max_tokens` of it. Returns None if a signal stops the evaluation. Collective."""
+        """Evaluates the held-out split, or about `max_tokens` of it. Returns None if a signal stops the evaluation. Collective.
+        Raises DataError on every process if any cannot read its share."""
         self._require_all_processes("evaluate")
         self.signals_to_reduce = True
         result = self.judge.evaluate(max_tokens, self._signal_now)
@@ -361,7 +371,7 @@ class Trainer:
         metrics = events.EvalMetrics(self.position.step, *losses, self.at_end and max_tokens is None, by_source)
         self.recent.append(metrics)
         if self.run.lock is not None:
-            self.run.lock.require_not_taken()
+            self.run.lock.require_not_taken(self.warn)
         self.notify("on_evaluation", events.EvaluationEnd(metrics, complete=max_tokens is None))
         return result
 
@@ -461,8 +471,13 @@ class Trainer:
         self.notify("on_warning", text)
 
     def _take_flags(self) -> StepFlags:
-        """Returns this process's requests. A stop stays requested until the run ends; other requests are cleared."""
+        """Returns this process's requests. A stop stays requested until the run ends; other requests are cleared.
+
+        Data that cannot be read stops the run before the others wait for it, unless they can go on without this replica."""
         flags, self.requested = self.requested, StepFlags.NONE
+        if self.mesh.background is None:
+            self._unreadable = self.stepper.prefetcher.failure(lambda: self._signals.requested)
+            flags |= StepFlags.STOP if self._unreadable else StepFlags.NONE
         if self._signals.take_save_request():
             flags |= StepFlags.SAVE
         if self._signals.requested:

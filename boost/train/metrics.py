@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError
 from boost.files import remove_leftovers, storage_errors, temporary_sibling
-from boost.paths import require_regular
+from boost.paths import require_regular, status
 from boost.text import JsonObject
 from boost.train.best_effort import best_effort
 from boost.train.events import (
@@ -190,7 +190,7 @@ class MetricsHook(Hook):
         # Check before changing any file, so that a missing package does not lose lines from an earlier run.
         modules, damaged = tracker_modules(config), 0
         with storage_errors(run.path):
-            if run.metrics.exists():
+            if status(run.metrics):
                 damaged = truncate_metrics(run.metrics, done, done == config.train.steps, takes_over)
             self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by teardown
         self._run, self._warn = run, warn

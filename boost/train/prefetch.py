@@ -1,7 +1,7 @@
 """The data for a step: batches as tensors, on the host and on the device, read one step ahead."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.data.batches import Batch, Batches, join
+from boost.errors import UnreadableDataError
 from boost.parallel.mesh import Mesh, share
 
 
@@ -47,7 +48,7 @@ class StepData:
 
 
 class Prefetcher:
-    """Reads this process's data for any step, and prefetches the data for the next step.
+    """Reads this process's data for any step, and prefetches the data for the next steps.
 
     The data for a step depends only on the step's number, so data prefetched for another step is discarded. Each object
     reads in its own thread; on GPUs, it reads into pinned memory, so that copies to the device are asynchronous.
@@ -56,25 +57,35 @@ class Prefetcher:
     def __init__(self, batches: Batches, config: Config, mesh: Mesh) -> None:
         self._batches, self._config, self._mesh = batches, config, mesh
         self._executor: ThreadPoolExecutor | None = None
-        self._ahead: tuple[int, Future[StepData]] | None = None
+        self._ahead: dict[int, Future[StepData]] = {}
+        """Reads by step, in order."""
 
-    def take(self, step: int, following: int | None = None) -> StepData:
-        """Returns the data for a step from `Batches`, and starts to prefetch the data for step `following`.
+    def take(self, step: int, following: Sequence[int] = ()) -> StepData:
+        """Returns the data for a step from `Batches`, and starts to prefetch the data for the steps `following`.
 
         Raises DataError if the store could not be read, even if the error occurred during prefetching."""
-        (read, future), self._ahead = self._ahead or (None, None), None
-        if future is None or read != step:
-            if future is not None:
-                future.cancel()
-            future = self._submit(step)
-        data = future.result()
-        if following is not None:
-            self._ahead = following, self._submit(following)
-        return data
+        for dropped in self._ahead.keys() - {step, *following}:
+            self._ahead.pop(dropped).cancel()
+        for number in (step, *following):
+            if number not in self._ahead:
+                self._ahead[number] = self._submit(number)
+        return self._ahead.pop(step).result()
+
+    def failure(self, stopped: Callable[[], bool]) -> UnreadableDataError | None:
+        """Why a step that was prefetched cannot be read; None if all can. Waits for them, until `stopped`.
+
+        The request to stop that follows arrives before anyone waits for these data: with `Stepper.ahead`, which launches the next
+        step's passes first, two steps are prefetched."""
+        for future in self._ahead.values():
+            while not future.done() and not stopped():
+                wait([future], timeout=1.0)
+            if future.done() and isinstance(error := future.exception(), UnreadableDataError):
+                return error
+        return None
 
     def close(self) -> None:
         """Ends the thread without waiting for a read in progress. `take` starts a new one."""
-        executor, self._executor, self._ahead = self._executor, None, None
+        executor, self._executor, self._ahead = self._executor, None, {}
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -1,5 +1,6 @@
 """Selects the checkpoint that a run resumes or starts from, and checks that it fits the run."""
 
+import contextlib
 from pathlib import Path
 
 from boost.config import Config
@@ -7,6 +8,7 @@ from boost.data.mixture import Corpus
 from boost.data.store import TokenStore
 from boost.errors import CheckpointError, ConfigError, StorageError
 from boost.optim.schedule import learning_rate
+from boost.paths import is_folder
 from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint
@@ -39,17 +41,24 @@ def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | No
             if saved := run.recorded_save():
                 last = ckpt.checkpoint_path(*saved)
                 # With another one to fall back to, it is a candidate even without a manifest: opening it reports that.
-                if last not in found and last.is_dir() and (found or ckpt.complete_checkpoints(saved[0])):
+                if last not in found and is_folder(last) and (found or ckpt.complete_checkpoints(saved[0])):
                     found.append(last)
         except OSError as error:
             raise StorageError(f"'{error.filename}' cannot be read: {error.strerror}; try again") from None
         newest_first = sorted(found, key=_step, reverse=True)
-        return sorted(newest_first, key=lambda path: bool(ckpt.marks_of(path)[0]))
+        return sorted(newest_first, key=lambda path: bool(_marks(path)[0]))
     return [ckpt.find_checkpoint(Path(resume))]
 
 
 def _step(path: Path) -> int:
     return ckpt.step_of(path) or 0
+
+
+def _marks(path: Path) -> tuple[str, str]:
+    """`marks_of`; a state that cannot be read counts as unmarked, because opening the checkpoint reports that."""
+    with contextlib.suppress(OSError):
+        return ckpt.marks_of(path)
+    return "", ""
 
 
 def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: bool) -> None:
@@ -64,7 +73,7 @@ def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: boo
             f"run.dir = '{run.path}' saved its newest checkpoint in '{ckpt.checkpoint_path(*saved)}', but it is not there; is its "
             f"file system mounted? '--resume {newest}' resumes from the newest one found"
         )
-    folders = [path for path in run.checkpoints.iterdir() if ckpt.step_of(path)] if run.checkpoints.is_dir() else []
+    folders = [path for path in run.checkpoints.iterdir() if ckpt.step_of(path)] if is_folder(run.checkpoints) else []
     newest_step = saved[1] if saved else max(map(_step, folders), default=None)
     if newest_step is not None and not restart:
         raise CheckpointError(
@@ -79,12 +88,12 @@ def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -
     warnings = [
         f"'{path}' is newer but was skipped: {trouble}; --resume {path} uses it anyway"
         for path in candidates
-        if _step(path) > found.position.step and (trouble := ckpt.marks_of(path)[0])
+        if _step(path) > found.position.step and (trouble := _marks(path)[0])
     ]
     if found.position.trouble:
         warnings.append(f"'{found.path}' has corrupt weights: {found.position.trouble}")
     if found.position.doubt:
-        earlier = [path for path in candidates if _step(path) < found.position.step and not any(ckpt.marks_of(path))]
+        earlier = [path for path in candidates if _step(path) < found.position.step and not any(_marks(path))]
         advice = f"; if training does not recover, use --resume {earlier[0]}" if earlier else ""
         warnings.append(f"'{found.path}' is not proven: {found.position.doubt}{advice}")
     warnings += [f"changed since '{found.path.name}': {change}" for change in changes(found.config, config)]

@@ -7,6 +7,10 @@ not its value, so clocks need not be synchronized.
 
 A run may lose its lock: it was stopped or its machine suspended for longer than STALE_S, or its directory was deleted, renamed or
 replaced. The owner therefore reads the lock again before it publishes, renames or removes anything (`require_held`).
+
+Another owner in the lock, or no lock, ends the run. A lock that cannot be read (EIO, ESTALE, garbage) is no evidence of either:
+training goes on, and only writing in the directory waits until the lock can be read again. (Inode numbers are no evidence
+either: some network and FUSE file systems change them.)
 """
 
 import contextlib
@@ -17,12 +21,14 @@ import platform
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from boost.errors import ConfigError, LostRunError, StorageError
 from boost.files import storage_errors
-from boost.paths import read_record, read_text
+from boost.paths import read_record, read_text, status
 from boost.text import JsonObject
+from boost.train.best_effort import best_effort
 
 log = logging.getLogger("boost")
 
@@ -52,8 +58,8 @@ class RunLock:
             "started": _started(os.getpid()),
             "namespace": _namespace(),
         }
-        self._seen_at = _now()
-        """When this process last saw that it holds the lock."""
+        self._looked_at = _now()
+        """When this process last saw that it holds the lock, or tried to at a step."""
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="boost-run-lock", daemon=True)
 
@@ -68,15 +74,15 @@ class RunLock:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             while not self._create():
                 self._wait_for_stale()
-        self._seen_at = _now()
+        self._looked_at = _now()
         self._beats.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._beats.join()
-        if read_record(self.path) == self._owner:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if read_record(self.path) == self._owner:
                 self.path.unlink()
 
     @property
@@ -85,39 +91,40 @@ class RunLock:
         return str(self._owner["token"])
 
     def require_held(self, may_be_missing: bool = False) -> None:
-        """Raises LostRunError if another run holds the lock or, unless it `may_be_missing`, nobody does; StorageError if the lock
-        cannot be read."""
+        """Raises LostRunError if another run holds the lock or, unless it `may_be_missing`, nobody does; StorageError if the system
+        cannot tell."""
         folder = self.path.parent
-        if not self.path.exists():
-            time.sleep(_ASIDE_S)
         try:
+            if status(self.path) is None:
+                time.sleep(_ASIDE_S)
             owner = json.loads(read_text(self.path))
-            if not isinstance(owner, dict):
+            if not (isinstance(owner, dict) and isinstance(owner.get("token"), str)):
                 raise ValueError
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if may_be_missing:
                 return
             raise LostRunError(
                 f"run.dir = '{folder}' has no {LOCK_FILE} any more: it was deleted, renamed or replaced while this run used it; "
                 "this run ends without writing to it; resume with --resume auto and the --run.dir that holds its checkpoints"
             ) from None
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not a JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it names no owner"
             raise StorageError(
                 f"run.dir = '{folder}' cannot be used now: {LOCK_FILE} cannot be read: {reason}"
             ) from error
-        if owner.get("token") != self._owner["token"]:
+        if owner["token"] != self._owner["token"]:
             raise LostRunError(
                 f"run.dir = '{folder}' now belongs to {_describe(owner)}, because this process was stopped for too long or the "
                 "directory was replaced; this run ends without writing to it"
             )
-        self._seen_at = _now()
+        self._looked_at = _now()
 
-    def require_not_taken(self) -> None:
-        """Raises LostRunError if another run holds the lock. Reads it only if the last look is too long ago, so it may be called
-        at every step."""
-        if _now() - self._seen_at > 2 * self._beat_s:
-            with contextlib.suppress(StorageError):
+    def require_not_taken(self, warn: Callable[[str], None] = log.warning) -> None:
+        """Raises LostRunError if another run holds the lock; only warns if the system cannot tell. Reads it only if the last look
+        is too long ago, so it may be called at every step."""
+        if _now() - self._looked_at > 2 * self._beat_s:
+            self._looked_at = _now()
+            with best_effort("tell whether another run has taken run.dir over", warn, StorageError):
                 self.require_held(may_be_missing=True)
 
     def _create(self) -> bool:
@@ -206,12 +213,13 @@ def in_use_error(folder: Path, owner: JsonObject) -> ConfigError:
 
 
 def _is_alive(owner: JsonObject) -> bool | None:
-    """Whether the owner is running; None if that is unknown (another host or container, or no /proc)."""
+    """Whether the owner is running; None if that is unknown (another host or container, or no /proc that shows it)."""
     here = owner.get("host") == platform.node() and owner.get("namespace") == _namespace() is not None
     pid, started = owner.get("pid"), owner.get("started")
     if not here or not isinstance(pid, int) or started is None:
         return None
-    return _started(pid) == started
+    now = _started(pid)
+    return None if now is None else now == started
 
 
 def _now() -> float:
@@ -220,12 +228,19 @@ def _now() -> float:
 
 
 def _started(pid: int) -> str | None:
-    """A process's start time as boot id and clock ticks, because process ids are reused. None if there is no such process."""
+    """A process's start time as boot id and clock ticks, because process ids are reused; '' if it has ended. None if that is
+    unknown: without /proc, or if it hides the processes of others or cannot be read."""
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         if fields[0] in "ZX":  # dead, and not yet reaped
-            return None
+            return ""
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()} {fields[19]}"
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return ""
+    except PermissionError:
+        pass
     return None
 
 
@@ -237,9 +252,8 @@ def _namespace() -> str | None:
 
 
 def _touched(path: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime_ns
-    return None
+    about = status(path)
+    return about and about.st_mtime_ns
 
 
 def _describe(owner: JsonObject) -> str:

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 from boost.config import Config, to_toml
-from boost.errors import CheckpointError, ConfigError
+from boost.errors import CheckpointError, ConfigError, StorageError
 from boost.files import replace_text, storage_errors
 from boost.machine import available_cores, cpu_model, launcher_number
-from boost.paths import file_name, read_record
+from boost.paths import file_name, is_file, is_folder, read_record, status
 from boost.text import JsonObject
 from boost.train.run_lock import RunLock
 from boost.version import __version__
@@ -66,10 +66,16 @@ class RunDirectory:
         return Path(resume.removesuffix(BEST)).resolve().is_relative_to(self.path.resolve())
 
     def require_owned(self, folder: Path | None = None) -> None:
-        """Raises LostRunError if this run has lost its directory (`boost.train.run_lock`), and StorageError if that cannot be
-        checked. `folder`: the folder to write to; outside run.dir, only another run's lock matters. Does nothing without a lock."""
-        if self.lock is not None:
-            self.lock.require_held(may_be_missing=folder is not None and not folder.is_relative_to(self.path))
+        """Raises LostRunError if this run has lost its directory (`boost.train.run_lock`), and StorageError if the system cannot
+        tell. `folder`: the folder to write to; outside run.dir, only another owner in the lock matters, because that folder is
+        run.dir's, and --resume auto of the other run would continue from what is saved there. Does nothing without a lock."""
+        if self.lock is None:
+            return
+        if folder is None or folder.is_relative_to(self.path):
+            self.lock.require_held()
+        else:
+            with contextlib.suppress(StorageError):
+                self.lock.require_held(may_be_missing=True)
 
     def record_saved(self, saved: Path, step: int) -> None:
         """Atomically records that the checkpoint `saved`, at `step`, is the newest one. Raises StorageError."""
@@ -78,7 +84,7 @@ class RunDirectory:
             replace_json(self.last_saved, {"step": step, **elsewhere})
 
     def recorded_save(self) -> tuple[Path, int] | None:
-        """(folder, step) of the newest checkpoint, as recorded; None if no checkpoint was saved here."""
+        """(folder, step) of the newest checkpoint, as recorded; None if no checkpoint was saved here. Raises OSError."""
         values = read_record(self.last_saved)
         try:
             folder, step = Path(values.get("folder", self.checkpoints)), int(values["step"])
@@ -100,20 +106,20 @@ class RunDirectory:
     def set_aside_metrics(self) -> None:
         """Renames the metrics of an earlier run to metrics.1.jsonl, metrics.2.jsonl, ..., so a run that starts over does not
         overwrite them. Trackers treat it as a new run, too. Raises StorageError."""
-        if not (self.metrics.is_file() and self.metrics.stat().st_size):
-            return
         with storage_errors(self.path):
-            number = next(n for n in itertools.count(1) if not (self.path / f"metrics.{n}.jsonl").exists())
+            if not (is_file(self.metrics) and self.metrics.stat().st_size):
+                return
+            number = next(n for n in itertools.count(1) if not status(self.path / f"metrics.{n}.jsonl"))
             self.metrics.rename(self.path / f"metrics.{number}.jsonl")
-            if self.trackers.exists():
+            if status(self.trackers):
                 self.trackers.rename(self.path / f"trackers.{number}.json")
 
     def require_empty(self) -> None:
         """Raises ConfigError if a new run would mix its files with those of an earlier run or a token store."""
-        if (self.path / "store.json").exists():
+        if status(self.path / "store.json"):
             raise ConfigError(f"run.dir = '{self.path}' is a token store; choose another --run.dir")
-        holds_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
-        if holds_metrics or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+        holds_metrics = is_file(self.metrics) and self.metrics.stat().st_size > 0
+        if holds_metrics or (is_folder(self.checkpoints) and any(self.checkpoints.iterdir())):
             raise ConfigError(
                 f"run.dir = '{self.path}' already holds a run; resume it with --resume auto, or choose another --run.dir"
             )
@@ -128,7 +134,7 @@ def without_links(config: Config) -> Config:
     path = Path(config.run.dir)
     links = [place for place in (path.absolute(), *path.absolute().parents) if place.is_symlink()]
     several = launcher_number("GROUP_WORLD_SIZE", "1") > 1
-    if several or not links or not all(link.exists() for link in links):
+    if several or not links or not all(map(status, links)):
         return config
     return config.changed(run={"dir": str(path.resolve())})
 
@@ -181,7 +187,7 @@ def environment(config: Config) -> JsonObject:
     import torch
 
     module, folder = Path(sys.argv[0]).stem, Path(sys.argv[0]).parent
-    while (folder / "__init__.py").is_file():
+    while is_file(folder / "__init__.py"):
         module, folder = f"{folder.name}.{module}", folder.parent
     # The program as it was typed: a script's name, or the module that was run with -m.
     program = ["python", "-m", module.removesuffix(".__main__")] if "." in module else [Path(sys.argv[0]).name]
@@ -212,7 +218,7 @@ def git_state() -> JsonObject | None:
     """
     package = Path(__file__).resolve().parent.parent
     top = _git(package, "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != package.parent or not (package.parent / "pyproject.toml").is_file():
+    if top is None or Path(top).resolve() != package.parent or not is_file(package.parent / "pyproject.toml"):
         return None
     # Ignore experiment results, which are not code.
     results = (":!benchmarks/results", ":!benchmarks/*.json", ":!benchmarks/*.html")
@@ -233,7 +239,7 @@ def _git(folder: Path, *words: str) -> str | None:
 def require_checkpoint_folder(path: str | Path) -> None:
     """Raises CheckpointError if the path to a run or checkpoint does not exist. Commands call this before they import torch,
     which takes several seconds."""
-    if not (Path(path).exists() or Path(str(path).removesuffix(BEST)).exists()):
+    if not (status(path) or status(str(path).removesuffix(BEST))):
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
 
 

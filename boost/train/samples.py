@@ -24,18 +24,25 @@ class TextSamples(Hook):
     def __init__(self, tokens: int, prompts: Sequence[str] = ()) -> None:
         """Without `prompts`, the prompt is the start of the held-out text."""
         self.tokens, self.prompts = tokens, tuple(prompts)
+        self._encoded: list[tuple[str, list[int]]] = []
         self._sampled: int | None = None
+
+    def setup(self, trainer: Trainer) -> None:
+        # Once, because a process that could not read its prompt later would not generate with the others.
+        store = trainer.store
+        plain, empty = PlainText(store.tokenizer(), store.eos), [store.eos or 0]
+        prompts = [(text, plain.encode(text) or empty) for text in self.prompts]
+        self._encoded = prompts or [heldout_prompt(store)]
 
     def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
         if self._sampled == event.metrics.step:  # the final evaluation may follow a periodic one with the same weights
             return
         self._sampled = event.metrics.step
         model, store = trainer.model, trainer.store
-        plain, empty = PlainText(store.tokenizer(), store.eos), [store.eos or 0]
-        prompts = [(text, plain.encode(text) or empty) for text in self.prompts] or [heldout_prompt(store)]
+        encoded = self._encoded
         with in_phase(Phase.EVALUATION):
-            texts = trainer.mesh.together(lambda: [sample_text(model, store, ids, self.tokens) for _, ids in prompts])
-        for (prompt, _), text in zip(prompts, texts, strict=True):
+            texts = trainer.mesh.together(lambda: [sample_text(model, store, ids, self.tokens) for _, ids in encoded])
+        for (prompt, _), text in zip(encoded, texts, strict=True):
             trainer.notify("on_sample", SampleEnd(event.metrics.step, prompt, text))
 
 

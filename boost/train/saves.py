@@ -24,19 +24,16 @@ class Saves:
     """Writes and finds a run's checkpoints. It asks no hook and checks no replica: `Trainer.save` does.
 
     Methods that write are collective and raise StorageError on every process if any cannot write, NonFiniteError if weights or
-    optimizer state are not finite, and LostRunError if the run has lost its directory, after they have saved in run.fallback_dir,
-    if set.
+    optimizer state are not finite, and LostRunError if the run has lost its directory. If it was deleted or renamed, they save in
+    run.fallback_dir first, if set; not if another run has taken it over, because that folder is the other run's, too.
     """
 
     def __init__(
         self, config: Config, mesh: Mesh, run: RunDirectory, saver: CheckpointSaver, warn: Callable[[str], None]
     ) -> None:
         self.config, self.mesh, self.run, self.saver, self._warn = config, mesh, run, saver, warn
-
-    @property
-    def elsewhere(self) -> Path | None:
+        self.elsewhere = ckpt.fallback_folder(config)
         """The folder in run.fallback_dir, if configured."""
-        return ckpt.fallback_folder(self.config)
 
     @property
     def folders(self) -> list[Path]:
@@ -101,7 +98,7 @@ class Saves:
             yield
         except LostRunError:
             if self.elsewhere and self.elsewhere != folder:
-                with contextlib.suppress(LostRunError):
+                with contextlib.suppress(LostRunError):  # `RunDirectory.require_owned`, after a take-over
                     try:
                         saved = self.save(position, self.elsewhere)
                         self._warn(f"saved '{saved.path}', because the run directory is lost")

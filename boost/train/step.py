@@ -85,8 +85,8 @@ class Stepper:
 
     def batch(self, position: Position) -> StepData:
         """This process's data for the step after `position`. Raises DataError if the token store cannot be read."""
-        step = position.step + position.skipped
-        return self.prefetcher.take(step, step + 1 if position.step + 1 < self.config.train.steps else None)
+        step, left = position.step + position.skipped, self.config.train.steps - position.step
+        return self.prefetcher.take(step, range(step + 1, step + min(left, 3 if self.ahead else 2)))
 
     def passes(self, position: Position, lr: float, data: StepData) -> "Passes":
         """Launches forward and backward passes over the micro-batches and the reduction of their gradients. Leaves no collective

@@ -14,6 +14,7 @@ from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.models.interface import Teaching
 from boost.parallel.mesh import Mesh
+from boost.paths import is_file
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint
 from boost.train.model import build_decoder
@@ -54,7 +55,7 @@ def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
     if not config.distill.teacher:
         return None
     path = Path(config.distill.teacher)
-    if (path / "config.json").is_file():
+    if is_file(path / "config.json"):
         raise ConfigError(
             f"distill.teacher = '{path}' is a Hugging Face folder; convert it first: boost import {path} --out CHECKPOINT"
         )

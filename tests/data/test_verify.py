@@ -249,6 +249,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, call: str) -> Iterator[l
         return call_it
 
     with monkeypatch.context() as patch:
+        patch.setattr(blocks, "PAUSES_S", (0.0,))
         for (owner, attribute), real in usual.items():
             if (attribute == "stat") == (call == "stat"):
                 patch.setattr(owner, attribute, wrapped(real))

@@ -2,6 +2,8 @@
 
 with failing(folder, number=7, error=errno.EIO):  # the eighth read below `folder` fails
     ...
+with watched(see):  # see("open" | "write" | "stat" | "lstat" | "read", path) is called first, and may raise OSError
+    ...
 """
 
 import contextlib
@@ -29,51 +31,65 @@ class Reads:
     seen: list[str] = field(default_factory=list)
     broken: str | None = None
 
-    def read(self, path: Any) -> None:
+    def see(self, call: str, path: str) -> None:
         """Counts a read. Raises OSError if it is to fail."""
-        if not isinstance(path, str | os.PathLike) or not str(path).startswith(self.folder):
+        if call not in ("open", "stat") or not path.startswith(self.folder):
             return
-        self.seen.append(str(path))
+        self.seen.append(path)
         if len(self.seen) - 1 == self.number:
-            self.broken = str(path)
-        elif not (self.forever and str(path) == self.broken):
+            self.broken = path
+        elif not (self.forever and path == self.broken):
             return
-        raise OSError(self.error, os.strerror(self.error), str(path))
+        raise OSError(self.error, os.strerror(self.error), path)
 
 
-_active: list[Reads] = []
+_active: list[Callable[[str, str], None]] = []
+
+
+def _see(call: str, path: Any) -> None:
+    if isinstance(path, str | os.PathLike):
+        _active[0](call, str(path))
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     # An audit hook cannot be removed.
     if _active and event in ("open", "os.listdir", "os.scandir"):
         mode = arguments[1] if event == "open" else "r"
-        if mode is None or not set(str(mode)) & set("wax+"):
-            _active[0].read(arguments[0])
+        _see("write" if mode is not None and set(str(mode)) & set("wax+") else "open", arguments[0])
 
 
 @contextlib.contextmanager
 def failing(folder: Path, number: int | None, error: int = 5, forever: bool = False) -> Iterator[Reads]:
     """Makes read `number` below `folder` fail in this process. Yields the reads, for counting."""
+    reads = Reads(str(folder), number, error, forever)
+    with watched(reads.see):
+        yield reads
+
+
+@contextlib.contextmanager
+def watched(see: Callable[[str, str], None]) -> Iterator[None]:
+    """Calls `see` before this process opens, lists, reads or looks for a file."""
     if _hook not in _installed:
         sys.addaudithook(_hook)
         _installed.append(_hook)
-    reads = Reads(str(folder), number, error, forever)
-    stat, safe_open = os.stat, safetensors.safe_open
 
-    def reading(function: Callable[..., Any]) -> Callable[..., Any]:
+    def seen(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any = None, *arguments: Any, **words: Any) -> Any:
-            reads.read(path if path is not None else words.get("filename"))
+            place = words.get("filename") if path is None else path
+            _see(kind, os.readlink(f"/proc/self/fd/{place}") if kind == "read" and isinstance(place, int) else place)
             return function(path, *arguments, **words) if path is not None else function(*arguments, **words)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "stat", reading(stat))
-        patch.setattr(safetensors, "safe_open", reading(safe_open))
-        _active.append(reads)
+        for owner, name, kind in (
+            *((os, "stat", "stat"), (os, "lstat", "lstat"), (os, "pread", "read")),
+            *((Path, "read_text", "read"), (Path, "read_bytes", "read"), (safetensors, "safe_open", "open")),
+        ):
+            patch.setattr(owner, name, seen(kind, getattr(owner, name)))
+        _active.append(see)
         try:
-            yield reads
+            yield
         finally:
             _active.pop()
 

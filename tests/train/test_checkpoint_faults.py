@@ -17,6 +17,7 @@ from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.loop import Trainer
 from boost.train.resume import resume_candidates
+from boost.train.samples import heldout_prompt
 from boost.train.saves import retry_waits
 from tests import toy
 from tests.distributed import run_distributed
@@ -83,6 +84,7 @@ def test_a_run_keeps_the_tokenizer_that_it_started_with(store: Path, tmp_path: P
     trainer = fitted(config, replace, delete, warnings)
     saved = ckpt.complete_checkpoints(trainer.run.checkpoints)
     assert len(saved) == 3 and not warnings.seen
+    assert heldout_prompt(trainer.store)[1], "the sample at the end of a run, from the files that are open"
     assert {path.joinpath("tokenizer.json").read_bytes() for path in saved} == {tokenizer}
 
 
@@ -205,7 +207,8 @@ class Disk:
         self.slept.clear()
         trainer = self.trainer
         run = {"save_retry_minutes": minutes, "fallback_dir": "/spare" if fallback else ""}
-        trainer.saves.config = trainer.config.model_copy(update={"run": trainer.config.run.model_copy(update=run)})
+        trainer.saves.config = trainer.config.changed(run=run)
+        trainer.saves.elsewhere = ckpt.fallback_folder(trainer.saves.config)
         saved = trainer.save_last(urgent)
         assert saved is not None and saved.name == "step-00000007"
         return "run" if saved.parent == trainer.run.checkpoints else "elsewhere"

@@ -1,5 +1,6 @@
 """Heartbeats: which process is blamed when a collective hangs, and what the user sees."""
 
+import errno
 import json
 import os
 import re
@@ -17,9 +18,11 @@ from boost.config.schema import RunConfig
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Axis, Mesh
 from boost.train import heartbeat
+from boost.train.failures import read_reports
 from boost.train.graphs import CapturedPasses
 from boost.train.heartbeat import (
     Beat,
+    FolderBoard,
     Heartbeat,
     Issued,
     Phase,
@@ -33,6 +36,7 @@ from boost.train.rendezvous import LAUNCH_DIR
 from tests import toy
 from tests.distributed import run_distributed
 from tests.recorded import recorded_graphs
+from tests.train.reads import watched
 
 
 def beat(rank: int, count: int, sequence: int, group: str = "2", **values: Any) -> Beat:
@@ -127,6 +131,22 @@ def test_a_store_that_was_silent_before_the_timeout_is_not_forgotten(monkeypatch
     beating._board = mock.Mock(**{"read.side_effect": RuntimeError("the host of the store is stopped")})
     assert beating._counts() is None
     assert str(beating.diagnose()).startswith("process 1 of 2 (rank 0), which hosts the run's store, is not responding")
+
+
+def test_a_folder_that_cannot_be_read_blames_nobody_and_ends_no_heartbeat(tmp_path: Path) -> None:
+    """A process that stopped sending them would be blamed by the others."""
+    beating = Heartbeat(Mesh(toy.CPU, rank=1, size=2), RunConfig(), print)
+    beating._board = FolderBoard(tmp_path)
+    beating._post()
+
+    def see(call: str, path: str) -> None:
+        if path.startswith(str(tmp_path)) and call != "write":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+    with watched(see):
+        assert beating._read() == read_reports(tmp_path) == []
+    beating._post()
+    assert [beat.count for beat in read_beats(tmp_path)] == [2]
 
 
 @pytest.mark.parametrize("text", ["7", "[]", "{}", '{"issued": 1}', '{"rank": 0, "issued": {}}', "[" * 100000, "\x00"])

@@ -1,6 +1,8 @@
 """A run whose directory is deleted, renamed or replaced ends before it writes to what is there now."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from boost.train.run_lock import RunLock
 from tests.cli.commands import Capture, say
 from tests.distributed import run_distributed
 from tests.train.commands import Command, saved_steps, training
-from tests.train.runs import Do, losses, make_config, make_trainer, started
+from tests.train.runs import Do, Warnings, losses, make_config, make_trainer, started
 
 FAST = ("--train.save_every", "5", "--train.keep", "2", "--train.eval_every", "0")
 
@@ -54,14 +56,14 @@ def test_a_run_whose_directory_was_renamed_ends(store: Path, tmp_path: Path, bac
     assert open_checkpoint(spare).position.step >= newest, "nothing is lost"
 
 
-def spare_of(folder: Path) -> dict[str, str]:
-    return {"fallback_dir": str(folder / "spare")}
+def spare_of(folder: Path) -> dict[str, Any]:
+    return {"fallback_dir": str(folder / "spare"), "save_retry_minutes": 0.0}
 
 
 def lose(folder: Path, store: Path, background: bool) -> tuple[str, int]:
     """Trains with a lock that another run takes before the second save. Returns the error and the number of steps done."""
     train = {"save_every": 2, "async_save": background, "keep": 9}
-    config = make_config(store, folder, tp=2, train=train)
+    config = make_config(store, folder, tp=2, train=train, run=spare_of(folder.parent))
 
     def take(trainer: Trainer) -> None:
         assert isinstance(trainer.run.lock, RunLock)
@@ -95,6 +97,27 @@ def test_all_processes_end_before_they_publish_remove_or_append(store: Path, tmp
     ]
     assert (folder / "last-saved.json").read_text() == '{"step": 2}\n'
     assert (folder / "run.lock").exists(), "the other run's"
+    assert not (tmp_path / "spare").exists(), "there, too, the other run would resume from these weights"
+
+
+def test_a_run_whose_lock_is_garbage_saves_elsewhere(store: Path, tmp_path: Path) -> None:
+    """Where it cannot tell whether it is the owner, it neither writes nor removes anything."""
+    config = make_config(store, tmp_path / "run", train={"save_every": 2, "async_save": False}, run=spare_of(tmp_path))
+    warnings = Warnings()
+
+    def spoil(trainer: Trainer) -> None:
+        assert trainer.run.lock
+        trainer.run.lock.path.write_text("{")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(config, Do("after_step", 3, spoil), warnings)
+    with RunLock(tmp_path / "run") as trainer.run.lock:
+        trainer.start([])
+        result = trainer.fit()
+    assert result.by_signal and result.checkpoint and result.checkpoint.is_relative_to(tmp_path / "spare")
+    assert open_checkpoint(result.checkpoint).position.step == trainer.position.step == 4
+    assert saved_steps(tmp_path / "run") == [2] and (tmp_path / "run/last-saved.json").read_text() == '{"step": 2}\n'
+    assert sum("run.lock cannot be read: it names no owner" in text for text in warnings.seen) == 3, "of three writes"
 
 
 def test_a_directory_that_is_renamed_during_a_save_is_lost(

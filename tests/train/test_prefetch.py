@@ -48,7 +48,7 @@ def test_a_step_gets_its_own_data_whatever_was_read_ahead() -> None:
     """In order, after a jump (rollback), and without prefetching."""
     batches = Counted()
     data = prefetcher(batches)
-    for step, following in ((0, 1), (1, 2), (7, 8), (8, None), (3, 4)):
+    for step, following in ((0, [1]), (1, [2]), (7, [8]), (8, []), (3, [4])):
         found = data.take(step, following)
         assert {int(x) for batch in found.batches for x in batch.tokens.flatten()} == {step}
         assert (found.micro_batches, found.targets) == (2, 12)
@@ -81,11 +81,11 @@ def test_processes_of_a_context_axis_share_every_sequence() -> None:
 
 def test_an_error_is_raised_by_the_step_that_uses_the_batch() -> None:
     data = prefetcher(Counted({1}))
-    assert data.take(0, 1).targets == 12
+    assert data.take(0, [1]).targets == 12
     with pytest.raises(DataError, match="step 1 cannot be read"):
-        data.take(1, 2)
+        data.take(1, [2])
     assert data.take(2).targets == 12, "an error that is over is forgotten"
-    data.take(0, 1)
+    data.take(0, [1])
     assert data.take(4).targets == 12, "as is that of a step which is not used"
     data.close()
 

@@ -1,5 +1,6 @@
 """Two runs in one directory: the second is rejected, and a dead owner's lock is taken over."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -8,12 +9,14 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from boost.errors import ConfigError, LostRunError, StorageError
-from boost.train import run_lock
+from boost.train import best_effort, run_lock
 from boost.train.run_lock import LOCK_FILE, RunLock, require_unlocked
+from tests.train.reads import watched
 
 
 def own_until_told(folder: Path, answers: Connection) -> None:
@@ -139,11 +142,47 @@ def test_an_owner_notices_that_it_has_lost_its_directory(tmp_path: Path) -> None
                 ):
                     lock.require_held(may_be_missing=missing)
             second.require_held()
-        lock.path.write_text("")  # being written, on a file system without links
-        with pytest.raises(StorageError, match="cannot be used now: run.lock cannot be read"):
-            lock.require_held()
-        lock.path.unlink()
     assert not list(folder.iterdir()), "the first owner removes nothing"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"token": 3}', "[" * 100_000, None])
+def test_a_lock_that_names_no_owner_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    """It is being written, or garbage; or (None) it cannot be read. Nothing is written next to it, and no step ends."""
+    now, said = [100.0], list[str]()
+    monkeypatch.setattr(run_lock, "_now", lambda: now[0])
+    monkeypatch.setattr(best_effort, "_failing", set())
+
+    def see(call: str, path: str) -> None:
+        if content is None and path.endswith(LOCK_FILE):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with RunLock(tmp_path, beat_s=1e6) as lock:
+        lock._beat_s = 5.0
+        usual = lock.path.read_text()
+        if content is not None:
+            lock.path.write_text(content)
+        with watched(see):
+            with pytest.raises(StorageError, match="cannot be used now: run.lock cannot be read: (it names|Input)"):
+                lock.require_held()
+            for _ in range(3):
+                now[0] += 62
+                lock.require_not_taken(said.append)
+        assert len(said) == 1 and said[0].startswith("cannot tell whether another run has taken run.dir over: ")
+        lock.path.write_text(usual)
+        lock.require_held()
+
+
+def test_an_owner_whose_process_is_hidden_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc may hide the processes of others, and files may run out."""
+    with RunLock(tmp_path) as lock:
+        monkeypatch.setattr(run_lock, "Path", lambda _: tmp_path / "hidden")
+        for error, alive in ((None, None), (PermissionError(), None), (ProcessLookupError(), False)):
+            monkeypatch.setattr(run_lock.os, "kill", Mock(side_effect=error))
+            assert run_lock._is_alive(lock._owner) is alive
+        monkeypatch.undo()
+        assert run_lock._is_alive(lock._owner)
 
 
 def test_a_look_at_every_step_reads_the_lock_only_after_a_pause(

@@ -29,7 +29,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_128
 
-from boost.paths import read_record
+from boost.paths import is_file, is_folder, read_record, status
 from boost.train.rundir import replace_json
 
 log = logging.getLogger("boost")
@@ -57,22 +57,22 @@ def step_of(path: Path) -> int | None:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Step folders, complete or not, oldest first."""
-    if not folder.is_dir():
+    """Step folders, complete or not, oldest first. Raises OSError."""
+    if not is_folder(folder):
         return []
-    steps = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    steps = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_folder(path)]
     return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in a folder, oldest first."""
-    return [path for path in step_folders(folder) if (path / MANIFEST_FILE).is_file()]
+    """Complete checkpoints in a folder, oldest first. Raises OSError."""
+    return [path for path in step_folders(folder) if is_file(path / MANIFEST_FILE)]
 
 
 def _unused(path: Path) -> Path:
     """An unused path: `path`, with .2, .3, ... appended if necessary."""
     numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
+    return next(candidate for candidate in itertools.chain([path], numbered) if not status(candidate))
 
 
 # The temporary folder.
@@ -161,8 +161,8 @@ def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> l
     sync(temporary / TENSORS)
     sync(temporary)
     aside, replaced, warnings = None, False, list[str]()
-    if final.exists():
-        replaced = final.is_dir() and ((final / MANIFEST_FILE).is_file() or not any(final.iterdir()))
+    if status(final):
+        replaced = is_folder(final) and (is_file(final / MANIFEST_FILE) or not any(final.iterdir()))
         aside = final.rename(_unused(final.with_name(f"{'superseded' if replaced else 'incomplete'}-{final.name}")))
     try:
         temporary.rename(final)
@@ -171,7 +171,7 @@ def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> l
             aside.rename(final)
         raise
     sync(final.parent)
-    if not (final / MANIFEST_FILE).is_file():  # the run directory was renamed or deleted meanwhile
+    if not is_file(final / MANIFEST_FILE):  # the run directory was renamed or deleted meanwhile
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(final))
     if aside and not replaced:
         warnings.append(f"'{final}' had no {MANIFEST_FILE}, so it was renamed to '{aside.name}' instead of overwritten")
@@ -199,12 +199,12 @@ def write_best(folder: Path, best: BestCheckpoint) -> None:
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
-    """A run's best checkpoint; None if none is recorded, or if it was deleted."""
+    """A run's best checkpoint; None if none is recorded, or if it was deleted. Raises OSError."""
     values = read_record(folder / BEST_FILE)
     try:
         best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
-        return best if (checkpoint_path(folder, best.step) / MANIFEST_FILE).is_file() else None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return best if is_file(checkpoint_path(folder, best.step) / MANIFEST_FILE) else None
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -240,7 +240,8 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 
 
 def marks_of(path: Path) -> tuple[str, str]:
-    """(trouble, doubt) in a checkpoint's state (see `Position`); empty strings if the checkpoint is missing or cannot be read."""
+    """(trouble, doubt) in a checkpoint's state (see `Position`); empty strings if there is none. Raises OSError if it cannot be
+    read: such a checkpoint must not pass for a good one whose rotation removes others."""
     state = read_record(path / STATE_FILE)
     return str(state.get("trouble", "")), str(state.get("doubt", ""))
 

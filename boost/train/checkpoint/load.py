@@ -33,6 +33,7 @@ from boost.config.schema import ModelConfig
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, RemovedCheckpointError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
+from boost.paths import is_file, status
 from boost.text import JsonObject
 from boost.train.agreement import root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
@@ -85,7 +86,7 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises CheckpointError if there is none.
     """
-    if path.name.endswith(BEST) and not path.exists():
+    if path.name.endswith(BEST) and not status(path):
         run = Path(str(path).removesuffix(BEST))
         for folder in (run / "checkpoints", run):
             if best := read_best(folder):
@@ -94,13 +95,13 @@ def find_checkpoint(path: Path) -> Path:
             f"'{run}{BEST}': no best checkpoint is recorded, because train.keep_best was false or no evaluation has run yet; "
             f"use '{find_checkpoint(run)}', the newest checkpoint"
         )
-    if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file():
+    if is_file(path / STATE_FILE) or is_file(path / MANIFEST_FILE):
         return path
     # Twice, because a live run may replace every checkpoint while the first list is made.
     for folder in 2 * (path / "checkpoints", path):
         if complete := complete_checkpoints(folder):
             return complete[-1]
-    if not path.exists():
+    if not status(path):
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
     raise CheckpointError(f"no complete checkpoint in '{path}'; pass a run directory or a step-... folder")
 
@@ -111,7 +112,7 @@ def incomplete_warnings(folder: Path, candidates: Collection[Path]) -> list[str]
     warnings: list[str] = []
     with contextlib.suppress(OSError):
         for path in reversed(step_folders(folder)):
-            if (path / MANIFEST_FILE).is_file():
+            if is_file(path / MANIFEST_FILE):
                 break
             if path not in candidates:
                 warnings.insert(0, f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped")
@@ -143,7 +144,7 @@ class Checkpoint:
 
     def require_tokenizer(self) -> str:
         """The tokenizer's fingerprint. Raises CheckpointError if there is no tokenizer."""
-        if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
+        if not is_file(self.tokenizer) or not self.data.get("tokenizer"):
             raise CheckpointError(
                 f"'{self.path}' has no tokenizer, so the meaning of its tokens is unknown; import the weights again "
                 "with --tokenizer PATH (such as a token store)"
@@ -170,7 +171,7 @@ def read_checkpoint(path: Path, read: Callable[[Checkpoint], Result], mesh: Mesh
         try:
             return read(open_on_all(found, mesh))
         except (BoostError, OSError) as error:
-            if run_on_main(mesh, functools.partial(folder_identity, found)) == identity:
+            if run_on_main(mesh, functools.partial(folder_identity, found)) in (identity, ()):
                 raise
             left -= 1
             if found == path or not left:
@@ -183,15 +184,16 @@ def read_checkpoint(path: Path, read: Callable[[Checkpoint], Result], mesh: Mesh
             )
 
 
-def folder_identity(path: Path) -> tuple[int, int] | None:
-    """Identifies the folder that has this path now; None if there is none. Changes if it is removed, renamed or replaced."""
+def folder_identity(path: Path) -> tuple[int, ...] | None:
+    """Identifies the folder that has this path now; None if there is none, and () if the system cannot tell. Changes if it is
+    removed, renamed or replaced."""
     real = path.resolve()
-    with contextlib.suppress(OSError):
+    try:
         # A network file system may remember the status of a folder that is gone.
-        if real.name in os.listdir(real.parent):
-            status = os.stat(real)
-            return status.st_dev, status.st_ino
-    return None
+        about = status(real) if status(real.parent) and real.name in os.listdir(real.parent) else None
+    except OSError:
+        return ()
+    return about and (about.st_dev, about.st_ino)
 
 
 def _open_folder(path: Path) -> Checkpoint:

@@ -29,7 +29,7 @@ from boost.config.architecture import parameters
 from boost.config.schema import ModelConfig
 from boost.errors import DamagedCheckpointError
 from boost.parallel.mesh import Mesh, T
-from boost.paths import file_name, read_text
+from boost.paths import file_name, is_file, read_text
 from boost.text import JsonObject, brief_text
 from boost.train.agreement import root_cause, run_on_all
 from boost.train.checkpoint.commit import MANIFEST_FILE, STATE_FILE, TENSORS, FileEntry, entry_of
@@ -125,7 +125,7 @@ def check_size(path: Path, name: str, manifest: Manifest) -> None:
     """Compares the size of a file with the manifest. Raises DamagedCheckpointError."""
     file, expected = path / name, manifest.root[name]
     try:
-        if not file.is_file():
+        if not is_file(file):
             raise DamagedCheckpointError(f"'{path}' is damaged: {name} is missing")
         size = file.stat().st_size
     except OSError as error:

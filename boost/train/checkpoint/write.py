@@ -36,6 +36,7 @@ from boost.config import Config
 from boost.errors import BoostError, NonFiniteError, StorageError, TrainingError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
+from boost.paths import is_file
 from boost.text import JsonObject
 from boost.train.agreement import PeersLostError, ProcessFailure, root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
@@ -334,8 +335,8 @@ def write_snapshot(
     except ProcessFailure as error:
         raise StorageError(f"the checkpoint for step {step} was not saved in '{folder}': {error}") from None
     finally:
-        if temporary and mesh.is_main and temporary.exists():
-            remove(temporary)
+        if temporary and mesh.is_main:
+            remove(temporary)  # which has another name now if the save succeeded
     return SavedCheckpoint(step, final, (*warnings, *more))
 
 
@@ -436,7 +437,7 @@ def finish_weights(
     for name, text in ((STATE_FILE, json.dumps(state.model_dump(), indent=2)), *texts):
         (temporary / name).write_text(text, encoding="utf-8")
     entries = {}
-    for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
+    for file in sorted(path for path in temporary.rglob("*") if is_file(path)):
         sync(file)
         entries[file.relative_to(temporary).as_posix()] = entry_of(file)
     publish(temporary, final, entries)
