@@ -24,15 +24,14 @@ examples:
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
   boost prepare --from-tokens my_text_document.idx --tokenizer gpt2 --out data/mine
-  boost prepare --chat chats.jsonl --tokenizer models/llama-chat      conversations; the loss covers only the assistant's words
   boost prepare --hf allenai/c4:en --max-tokens 1300000000 --heldout-split validation --max-heldout-tokens 10000000 \\
-                --tokenizer t5-base --out data/c4       or run the whole recipe: boost recipe c4-60m
+                --tokenizer t5-base --out data/c4       as in examples/recipes/c4-60m.sh
 
 Without --out, the store is data/stdlib or data/NAME, where NAME comes from the first input. Running the same command
 again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
 one is complete. After a crash, a broken connection or a full disk, run the same command to continue (it saves every 30 s).
 
-The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array), .csv .tsv,
+The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array),
 .parquet, .arrow, and save_to_disk folders; anything else is text, one document per file. Of a folder with splits (train,
 validation, test), only the train split is read. .gz .zst .bz2 .xz are decompressed, CRLF line breaks become LF, and
 documents of more than 16M characters are split. In folders, unreadable files are skipped and reported; a file that you
@@ -53,8 +52,6 @@ OPTIONS = {
     "read",
     "--from-tokens PATH": "read token ids written by another tool; --tokenizer names the tokenizer that produced them",
     "--token-dtype {uint16,uint32}": "type of the ids in a .bin file without a header (default: %(default)s)",
-    "--chat": "read the inputs as conversations (messages, ShareGPT or Alpaca, in JSON or tables, or an --hf dataset), format them "
-    "with the chat template in the --tokenizer folder, and mask the loss so that only the assistant's words count",
     "--out STORE": "folder of the token store (default: data/NAME, named after the first input)",
     "--tokenizer TOKENIZER": "train:SIZE for a new byte-level BPE, a tokenizer.json or its folder, or a name on the Hugging Face "
     "Hub (default: %(default)s)",
@@ -81,7 +78,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="text, JSON, CSV, Parquet or Arrow files, compressed or not, or folders of them",
+        help="text, JSON, Parquet or Arrow files, compressed or not, or folders of them",
     )
     add_options(
         parser, OPTIONS, hf_split="train", token_dtype="uint16", tokenizer="train:4096", heldout=0.02, heldout_from=[]
@@ -148,7 +145,6 @@ def print_report(result: "PrepareResult") -> None:
     _print_reasons(report["sources"], "notes")
     _print_reasons(report["sources"], "skipped")
     headings = {"documents": "documents", "bytes": "bytes", "tokens": "tokens"}
-    headings |= {"targets": "in the loss"} if result.store.is_masked else {}
     rows = []
     for name, split in report["splits"].items():
         entropy = f"{split['unigram_entropy']:.4f} nats/token"

@@ -11,7 +11,7 @@ class PrepareOptions:
     out: Path
     """Folder for the token store."""
     inputs: tuple[str, ...] = ()
-    """Text, JSON, CSV, Parquet or Arrow files, or folders of such files."""
+    """Text, JSON, Parquet or Arrow files, or folders of such files."""
     stdlib: bool = False
     """Read the Python standard library on this machine."""
     hf: str | None = None
@@ -42,8 +42,6 @@ class PrepareOptions:
     """Stop after the document that reaches this many training tokens."""
     max_heldout_tokens: int | None = None
     """The same limit for the held-out split."""
-    chat: bool = False
-    """The inputs are conversation files, and `tokenizer` is a folder with a chat template."""
     overwrite: bool = False
     """Replace an existing store that was made from different input."""
 

@@ -8,24 +8,19 @@ to that of an uninterrupted run.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from boost.data.chat import ChatTemplate, Encoded, Rejected
 from boost.data.encode import Encoder, split_text
 from boost.data.from_tokens import TokenInput, build_from_tokens
 from boost.data.hub import HubSource
 from boost.data.options import PrepareOptions, Progress
-from boost.data.readers import Document
 from boost.data.reading import Reading
 from boost.data.sources import FilesSource, Source, StdlibSource
 from boost.data.split import SplitRule, choose_split
-from boost.data.store import FORMAT, OFFSET_DTYPE, SPLITS, STORE_FILE, TokenStore, boundaries_of, read_meta, token_dtype
+from boost.data.store import FORMAT, STORE_FILE, TokenStore, read_meta, token_dtype
 from boost.data.tokenizer import (
     END_OF_TEXT,
     find_eos,
@@ -50,10 +45,7 @@ __all__ = ["PrepareOptions", "PrepareResult", "Progress", "input_fingerprint", "
 # The merges in a vocabulary converge long before this much text is read. More text would only cost time and memory.
 TRAINING_CHARS = 1 << 30
 
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "additional_chat_templates/*",
-)  # fmt: skip
+_TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
 COMMIT_S = 30.0
 """Seconds between commits: the most work that a kill can lose."""
@@ -61,15 +53,10 @@ COMMIT_PAUSE = 20.0
 """Minimum pause between commits, relative to the duration of a commit: commits take at most a twentieth of the time."""
 
 
-_CONFLICTS = {
-    "chat": (
-        "stdlib", "from_tokens", "text_field", "heldout_split", "heldout_from", "max_tokens", "max_heldout_tokens",
-    ),
-    "from_tokens": (
-        "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
-    ),
-}  # fmt: skip
-"""Options that conversations and token files do not support. Passing one is an error, so that none is silently ignored."""
+_NOT_FOR_TOKENS = (
+    "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
+)  # fmt: skip
+"""Options that token files do not support. Passing one is an error, so that none is silently ignored."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +94,6 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
                         reading = Reading(sources, heldout, options.max_documents, progress)
                         if tokens:
                             build_from_tokens(options, tokens, fingerprint, folder, progress)
-                        elif options.chat:
-                            build_chat(options, reading, fingerprint, folder)
                         else:
                             _build(options, reading, fingerprint, folder, saved)
                 finally:
@@ -117,8 +102,7 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
 
 
 def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
-    """Returns the sources of text or conversations, and the sources of the held-out split (none if the held-out split is a fraction
-    of the documents). Raises `DataError`."""
+    """Returns the sources of text and of the held-out split (none if it is a fraction of the documents). Raises `DataError`."""
     sources: list[Source] = []
     heldout: list[Source] = []
     seen = set[str]()
@@ -133,16 +117,13 @@ def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
         heldout.append(HubSource(options.hf, options.heldout_split, options.text_field or "text", options.hf_revision))
     if options.stdlib:
         sources.append(StdlibSource())
-    sources += [FilesSource(path, options.text_field, seen, options.chat) for path in options.inputs]
+    sources += [FilesSource(path, options.text_field, seen) for path in options.inputs]
     if options.hf is not None:
-        column = options.text_field or "text"
-        sources.append(HubSource(options.hf, options.hf_split, column, options.hf_revision, options.chat))
+        sources.append(HubSource(options.hf, options.hf_split, options.text_field or "text", options.hf_revision))
     if sources:
         return sources, heldout
-    if options.chat:
-        raise DataError("--chat: no input given; pass conversations in JSON or tables, or --hf NAME")
     raise DataError(
-        "no input given; pass text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
+        "no input given; pass text, JSON, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
     )
 
 
@@ -172,26 +153,20 @@ def _check_options(options: PrepareOptions) -> None:
     training = parse_training(options.tokenizer)
     if options.hf_revision is not None and options.hf is None:
         raise DataError(f"--hf-revision {options.hf_revision} has no effect without --hf; remove it")
-    for mode, others in _CONFLICTS.items():
-        unused = [f"--{flag.replace('_', '-')}" for flag in others if getattr(options, mode) and getattr(options, flag)]
-        if unused:
-            flags = " and ".join(unused).replace("--inputs", "INPUT")
-            raise DataError(f"--{mode.replace('_', '-')} cannot be combined with {flags}; remove one of them")
+    unused = [f"--{flag.replace('_', '-')}" for flag in _NOT_FOR_TOKENS if getattr(options, flag)]
+    if options.from_tokens and unused:
+        flags = " and ".join(unused).replace("--inputs", "INPUT")
+        raise DataError(f"--from-tokens cannot be combined with {flags}; remove one of them")
     if options.from_tokens and training:
         raise DataError(
             f"--from-tokens {options.from_tokens} needs the tokenizer that produced the ids; pass it with --tokenizer, such as "
             "gpt2 or its tokenizer.json"
         )
-    if options.chat and not Path(options.tokenizer).is_dir():
-        raise DataError(
-            f"--tokenizer {options.tokenizer}: with --chat, pass a folder with a tokenizer.json and a chat template, such as "
-            "the folder of the model to fine-tune"
-        )
 
 
 def tokenizer_identity(options: PrepareOptions) -> dict[str, str]:
-    """sha256 (hex) of everything that decides tokens, by name: files of a local tokenizer (tokenizer.json and its configuration,
-    special tokens, chat templates), or the content of a tokenizer on the Hub. Empty for `train:SIZE`. Raises `DataError`."""
+    """sha256 (hex) of everything that decides tokens, by name: files of a local tokenizer (tokenizer.json, its configuration and
+    special tokens), or the content of a tokenizer on the Hub. Empty for `train:SIZE`. Raises `DataError`."""
     path = Path(options.tokenizer)
     if parse_training(options.tokenizer) is not None:
         return {}
@@ -201,7 +176,7 @@ def tokenizer_identity(options: PrepareOptions) -> dict[str, str]:
         return {"tokenizer": tokenizer_fingerprint(tokenizer), "eos": eos}
     folder = path if path.is_dir() else path.parent
     files = {path} if path.is_file() else set()
-    files.update(*(folder.glob(pattern) for pattern in _TOKENIZER_FILES))
+    files |= {folder / name for name in _TOKENIZER_FILES}
     return {
         file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(files)
@@ -218,7 +193,7 @@ def input_fingerprint(
         "version": __version__,
         "sources": [[type(source).__name__, source.fingerprint()] for source in sources],
         "tokenizer": tokenizer_identity(options) or options.tokenizer,
-        "options": [options.eos, options.text_field, options.heldout, options.max_documents, options.chat],
+        "options": [options.eos, options.text_field, options.heldout, options.max_documents],
     }
     if options.max_tokens is not None or options.max_heldout_tokens is not None:
         content["limits"] = [options.max_tokens, options.max_heldout_tokens]
@@ -352,92 +327,3 @@ def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:
                 left -= len(piece)
                 if left:
                     reading.update_progress(left)
-
-
-# Conversations, with a loss mask (--chat).
-
-
-class MaskedWriter(TokenWriter):
-    """A `TokenWriter` that also writes which tokens count toward the loss."""
-
-    def __init__(self, folder: Path, dtype: np.dtype[np.integer], eos: int) -> None:
-        super().__init__(folder, dtype, eos)
-        for sizes in self.sizes.values():
-            sizes.update(targets=0, target_spans=0, target_bytes=0)
-        for name in SPLITS:
-            self._open[f"{name}.targets"] = self._create(f"{name}.targets")
-
-    def append_conversation(
-        self, split: str, document: Encoded, text_of: Callable[[npt.NDArray[np.int64]], str]
-    ) -> None:
-        """Appends one document. An end-of-document token in the conversation keeps its mask; an added one counts if the token
-        before it counts. `text_of` returns the text of tokens, whose bytes are counted."""
-        ids, mask = document.ids, np.append(document.mask, document.mask[-1:])
-        ends = np.flatnonzero(ids == self.eos)
-        # The store adds the end-of-document token, so the template's is removed, with any white space after it.
-        if len(ends) and (end := int(ends[-1])) and not text_of(ids[end + 1 :]).strip():
-            ids, mask = ids[:end], mask[: end + 1]
-        sizes = self.sizes[split]
-        boundaries = boundaries_of(mask) + sizes["tokens"]
-        self._write(f"{split}.targets", boundaries.astype(OFFSET_DTYPE).tobytes())
-        sizes["targets"] += int(mask.sum())
-        sizes["target_spans"] += len(boundaries) // 2
-        sizes["target_bytes"] += len(text_of(ids[mask[:-1]]).encode("utf-8"))
-        self.append(split, ids, len(document.text.encode("utf-8")), end=True)
-
-
-def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, folder: Path) -> None:
-    """Reads the sources and fills the folder of a new store. Raises `DataError`."""
-    template, tokenizer = ChatTemplate(Path(options.tokenizer)), load_tokenizer(options.tokenizer)
-    eos = find_eos(tokenizer, options.eos, options.tokenizer)
-    size = vocabulary_size(tokenizer)
-
-    def encoded(phase: str) -> Iterator[tuple[Document, list[Encoded]]]:
-        """The conversations that the template accepts."""
-        for document in reading.documents(phase):
-            content = json.loads(document.text)
-            messages, variables = content["messages"], content["template"]
-            try:
-                conversations = template.encode(messages, variables)
-            except Rejected as problem:
-                document.entry.documents -= 1
-                document.entry.skip(str(problem), document.key.rpartition(":")[2])
-                continue
-            for what in template.unused(messages, variables):
-                document.entry.note(what, document.key.rpartition(":")[2])
-            yield document, conversations
-
-    rule = choose_split((document.key for document, _ in encoded("scanning the input")), options.heldout)
-    if rule is None or rule.single:
-        usable = "only one conversation" if rule else "no conversation"
-        raise DataError(
-            f"{usable} can be used, but a store needs one to train on and one to hold out "
-            f"({reading.report.skipped_in_words()}); add conversations"
-        )
-    with MaskedWriter(folder, token_dtype(size), eos[1]) as writer:
-        template.straddling = template.endless = 0
-        for document, conversations in encoded("encoding"):
-            ((split, _),) = rule.parts(document)
-            for conversation in conversations:
-                writer.append_conversation(split, conversation, template.text_of)
-                document.entry.tokens += len(conversation.ids)
-        report = reading.report
-        counted = sum(sizes["targets"] for sizes in writer.sizes.values())
-        total = sum(sizes["tokens"] for sizes in writer.sizes.values())
-        how = "{% generation %} markers" if template.has_markers else "prompts"
-        report.notes.append(f"{counted:,} of {total:,} tokens count toward the loss, per the chat template's {how}")
-        if template.straddling:
-            report.notes.append(
-                f"answers that begin within a token: {template.straddling:,}; end the template's prompt with a separate token"
-            )
-        if template.endless:
-            report.notes.append(
-                f"answers without an end-of-turn token that counts toward the loss: {template.endless:,}; for the model to learn "
-                "to stop, let the template write one after each answer, within its {% generation %} block if it has one"
-            )
-        if reading.taken == options.max_documents:
-            report.notes.append(f"only the first {reading.taken} conversations were read (--max-documents)")
-        meta = store_meta(tokenizer, eos, fingerprint, options, report) | {
-            "chat": {"template": template.template, "tokenizer": template.special_tokens}
-        }
-        writer.finish(tokenizer.to_str(), meta, report.details())

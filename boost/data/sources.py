@@ -17,9 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
-from boost.data.conversations import read_conversations
 from boost.data.hub import HubSource, quiet_hub
-from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text, require
+from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text, require, with_compression
 from boost.data.report import FileReport, PrepareReport
 from boost.data.store import STORE_FILE
 from boost.data.tables import TABLE_SUFFIXES, read_table
@@ -34,10 +33,10 @@ _CONFIGS = re.compile(rb"---\s*\n(?:.*\n)*?configs:")
 """Matches a dataset card whose metadata assign files to splits."""
 _CARD_FIELDS = {
     "config_name", "data_dir", "data_files", "default", "description", "drop_labels", "drop_metadata", "features", "version",
-    "batch_size", "chunksize", "columns", "delimiter", "doublequote", "encoding", "escapechar", "field", "quotechar", "quoting",
-    "sep",
+    "batch_size", "chunksize", "columns", "encoding", "field",
 }  # fmt: skip
 """Fields of a config that choose files, or that cannot matter here: a reader finds out how a file is written."""
+CSV_SUFFIXES = with_compression(".csv", ".tsv")
 DATA_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, ".txt")
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so it is rejected by name.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
@@ -98,25 +97,22 @@ def opening_dataset(folder: Path) -> Iterator[ModuleType]:
 
 
 def read_file(
-    path: Path, key: str, text_field: str | None, chat: bool, entry: FileReport, report: PrepareReport
+    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """Reads the documents in one file, whose suffix selects the reader. `chat`: they are conversations. Counts bytes in
-    `report.consumed`. Raises `Unreadable`."""
+    """Reads the documents in one file, whose suffix selects the reader. Counts bytes in `report.consumed`. Raises `Unreadable`."""
     name = path.name.lower()
     if name.endswith(TABLE_SUFFIXES):
-        yield from read_table(path, key, text_field, chat, entry, report)
+        yield from read_table(path, key, text_field, entry, report)
     elif name.endswith(JSON_SUFFIXES):
-        if chat:
-            yield from read_conversations(path, key, entry, report)
-        else:
-            yield from read_json(path, key, text_field, entry, report)
+        yield from read_json(path, key, text_field, entry, report)
+    elif name.endswith(CSV_SUFFIXES):
+        fix = 'save it as Parquet: python -c \'import pandas; pandas.read_csv("a.csv").to_parquet("a.parquet")\''
+        raise Unreadable("a CSV file, which would be read as text with its delimiters", fix=fix)
     elif name.endswith(REFUSED_SUFFIXES):
         tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
         raise Unreadable(
             "refused: pickles and binary arrays are never loaded", fix=f"{tokens}export the text as .txt or .jsonl"
         )
-    elif chat:
-        raise Unreadable("not a conversation file", fix="pass JSON (.jsonl, .json), .csv, .parquet or .arrow files")
     else:
         yield from read_text(path, key, entry, report)
 
@@ -128,12 +124,10 @@ class FilesSource:
     can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus does not change its split.
     """
 
-    def __init__(
-        self, path: str | Path, text_field: str | None = None, seen: set[str] | None = None, chat: bool = False
-    ) -> None:
-        """`seen`: real paths (absolute) and document keys (relative) of earlier inputs on the same command line. `chat`: the files
-        hold conversations. Raises `DataError` if there is nothing at the path."""
-        self.path, self.name, self.text_field, self.chat = Path(path), str(path), text_field, chat
+    def __init__(self, path: str | Path, text_field: str | None = None, seen: set[str] | None = None) -> None:
+        """`seen`: real paths (absolute) and document keys (relative) of earlier inputs on the same command line. Raises `DataError`
+        if there is nothing at the path."""
+        self.path, self.name, self.text_field = Path(path), str(path), text_field
         self._skipped: list[tuple[str, str]] = []
         self._chosen = set[Path]()
         """Files of a train split that is known to be one."""
@@ -141,8 +135,9 @@ class FilesSource:
         """Files of saved datasets."""
         self._seen = set[str]() if seen is None else seen
         if not self.path.exists():
-            otherwise = "" if chat else ", or use --stdlib for a corpus without files"
-            raise DataError(f"{path}: no such file or folder; check the spelling{otherwise}")
+            raise DataError(
+                f"{path}: no such file or folder; check the spelling, or use --stdlib for a corpus without files"
+            )
         if self.path.is_dir():
             self.files = [self._input(file, explicit=False) for file in self._data(self._of_train([*self._walk()]))]
         else:
@@ -259,7 +254,7 @@ class FilesSource:
 
     def _data(self, paths: list[Path]) -> Iterator[Path]:
         """The files without those that a dataset has next to or above its tables, such as a license."""
-        tables = {path for path in paths if path.name.lower().endswith(TABLE_SUFFIXES) and ".csv" not in path.name}
+        tables = {path for path in paths if path.name.lower().endswith(TABLE_SUFFIXES)}
         folders = {folder for table in tables - self._saved_files for folder in table.parents}
         for path in paths:
             if path in tables or path.parent not in folders:
@@ -303,7 +298,7 @@ class FilesSource:
                     entry.skip("empty")
                     continue
                 try:
-                    yield from read_file(file.path, file.key, self.text_field, self.chat, entry, report)
+                    yield from read_file(file.path, file.key, self.text_field, entry, report)
                 except OSError as error:
                     raise Unreadable(f"cannot be read: {error.strerror or error}") from error
                 require_unchanged(file.path, file.size, file.mtime_ns)
