@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.cli.terminal import add_options, print_rows
+from boost.errors import DataError
 from boost.format import format_bytes
 from boost.text import JsonObject, printable
 
@@ -68,6 +69,12 @@ OPTIONS = {
 }
 
 
+NOT_FOR_TOKENS = (
+    "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
+)  # fmt: skip
+"""Options that token files do not support. Passing one is an error, so that none is silently ignored."""
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "prepare",
@@ -87,13 +94,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    from boost.data.prepare import PrepareOptions, prepare
+    from boost.data.from_tokens import prepare_tokens
+    from boost.data.options import PrepareOptions, TokenOptions
+    from boost.data.prepare import prepare
 
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(PrepareOptions)}
-    first = args.inputs or [args.from_tokens] * bool(args.from_tokens)
-    given |= {key: tuple(given[key]) for key in ("inputs", "heldout_from")}
-    options = PrepareOptions(**given | {"out": Path(args.out or default_out(first, args.hf, args.stdlib))})
-    result = prepare(options, None if args.json else progress_display())
+    kind = PrepareOptions if args.from_tokens is None else TokenOptions
+    unused = [f"--{name.replace('_', '-')}" for name in NOT_FOR_TOKENS if getattr(args, name)]
+    if kind is TokenOptions and unused:
+        flags = " and ".join(unused).replace("--inputs", "INPUT")
+        raise DataError(f"--from-tokens cannot be combined with {flags}; remove one of them")
+    first = args.inputs or [args.from_tokens] * (kind is TokenOptions)
+    args.out = Path(args.out or default_out(first, args.hf, args.stdlib))
+    args.inputs, args.heldout_from = tuple(args.inputs), tuple(args.heldout_from)
+    options = kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
+    progress = None if args.json else progress_display()
+    result = prepare(options, progress) if isinstance(options, PrepareOptions) else prepare_tokens(options, progress)
     if args.json:
         print(json.dumps(as_json(result), indent=2))
     else:

@@ -62,6 +62,20 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, boost):
         (): "no input given",
         (tmp_path / "latin.txt",): "not UTF-8 text at byte 3",
         (corpus, "--heldout", "2"): "--heldout 2.0",
+        (corpus, "--from-tokens", "x.bin"): "--from-tokens cannot be combined with INPUT; remove one of them",
+        (
+            "--from-tokens",
+            "x.bin",
+            "--stdlib",
+            "--max-tokens",
+            "9",
+        ): "cannot be combined with --stdlib and --max-tokens",
+        (
+            "--from-tokens",
+            "x.bin",
+            "--heldout-split",
+            "validation",
+        ): "cannot be combined with --heldout-split; remove one",
     }
     for arguments, message in cases.items():
         code, out, err = boost(*arguments, "--out", tmp_path / "store")

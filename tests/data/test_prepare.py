@@ -127,7 +127,8 @@ def test_a_tokenizer_on_the_hub_counts_by_its_content(corpus, tmp_path, monkeypa
     second = parse_tokenizer(first.to_str())
     second.add_tokens(["new"])
     hub = {"someone/model": first}
-    monkeypatch.setattr("boost.data.prepare.load_tokenizer", lambda name, notes=None: hub[name])
+    for module in ("prepare", "tokenizer"):
+        monkeypatch.setattr(f"boost.data.{module}.load_tokenizer", lambda name, notes=None: hub[name])
     monkeypatch.setattr("boost.data.tokenizer._configured_eos", lambda spec: "")
     given = options(corpus, tokenizer="someone/model")
     prepare(given)
@@ -139,7 +140,7 @@ def test_a_tokenizer_on_the_hub_counts_by_its_content(corpus, tmp_path, monkeypa
 
 def test_another_version_of_boost_is_other_input(corpus, monkeypatch):
     prepare(options(corpus))
-    monkeypatch.setattr("boost.data.prepare.__version__", "0.0.0")
+    monkeypatch.setattr("boost.data.writer.__version__", "0.0.0")
     with pytest.raises(DataError, match="add --overwrite to replace it"):
         prepare(options(corpus))
 
