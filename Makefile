@@ -7,7 +7,8 @@
 #   make nightly  run the tests that are too slow for every commit, then make versions
 #   make softgpu  install what the nightly GPU tests need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:
 #                 `TORCH=2.15.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
-#   make versions run the test suite on the newest supported torch, in build/venv-newest
+#   make versions run the test suite on the newest supported torch, in build/venv-newest, and what uses other libraries on the
+#                 oldest supported versions, in build/venv-oldest
 #   make check    check lint, format and types
 #   make image    build the Dockerfile and run a command in the image (does nothing without docker or podman)
 #   make docs     build the documentation site in build/site (strict: a broken link is an error)
@@ -34,6 +35,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready-$(TORCH)
+CONSTRAINTS ?= constraints.txt
 
 # Machines with a GPU use the default build; Linux without a GPU uses the CPU build, which is a tenth of its size but not on the
 # default index.
@@ -59,7 +61,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing torch $(TORCH) into $(VENV) (a few minutes the first time)"
 	@$(TORCH_INSTALL) || { echo "torch $(TORCH) could not be installed; is the network up?" >&2; exit 1; }
 	@echo "installing boost and its pinned dependencies"
-	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
 # The demo runs on two processes. If each has a GPU, run `make train DEVICE=cuda`.
@@ -91,8 +93,11 @@ nightly: setup
 softgpu:
 	$(PYTHON) tests/softgpu/setup.py $(SOFTGPU) $(if $(CUDA_VENV),--venv $(CUDA_VENV),--torch $(TORCH))
 
-versions:
+versions: setup
 	$(MAKE) test VENV=build/venv-newest TORCH=$(NEWEST)
+	$(BIN)/python tests/oldest.py > build/oldest.txt
+	$(MAKE) setup VENV=build/venv-oldest CONSTRAINTS=build/oldest.txt
+	build/venv-oldest/bin/python -m pytest tests/convert tests/data tests/border tests/api tests/config
 
 # Removes each guard in docs/reliability.md in turn, and runs the tests that must then fail.
 guards: setup
