@@ -37,23 +37,6 @@ def test_copies_of_repository_files_are_not_searched() -> None:
     assert [entry["location"] for entry in entries if entry["location"].startswith(("repo/", "changelog"))] == []
 
 
-def test_pictures_have_no_background() -> None:
-    """They are shown on light and dark pages."""
-    pictures = list(SITE.glob("pictures/*.svg")) + list(SITE.glob("repo/**/*.svg"))
-    assert len(pictures) > 30
-    for path in pictures:
-        text = path.read_text(encoding="utf-8")
-        width, height = (float(number) for number in re.findall(r"[\d.]+", text.partition('viewBox="')[2])[2:4])
-        corners = rf"{width:g}\b[^\"]*{height:g}\b|{height:g}\b[^\"]*{width:g}\b"
-        filled = re.findall(rf'<path d="(?=[^"]*(?:{corners}))[^"]*"[^>]*#ffffff', text)
-        assert filled == [], path
-
-
-def test_commands_are_highlighted() -> None:
-    page = (SITE / "start.html").read_text(encoding="utf-8")
-    assert '<div class="language-bash highlight">' in page and '<span class="c1">#' in page
-
-
 def test_the_home_page_names_version_and_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (SITE / "index.html").read_text(encoding="utf-8")
     assert f">{__version__}</a>" in page and "pictures/logo.svg" in page
