@@ -175,8 +175,8 @@ def make(results: Sequence[Result], out: Path) -> BenchReport:
 
 
 def _goals_table(goals: Sequence[dict[str, Any]]) -> str:
-    """The goals as a Markdown table, for docs/results.md."""
-    lines = ["| metric | goal | result | |", "|---|---|---|---|"]
+    """The goals as a page with a Markdown table."""
+    lines = ["# Goals", "", "| metric | goal | result | |", "|---|---|---|---|"]
     for row in goals:
         decided = [each["goal"] for each in row["found"] if each["goal"].met is not None]
         found = "<br>".join(f"{goal.kind} {prose(goal.found).striptags()}" for goal in decided)
