@@ -125,12 +125,12 @@ def test_the_headline_is_one_pair(docs_modules: types.SimpleNamespace) -> None:
         assert (f"{value}x", interval) in shown, "the report's first screen"
 
 
-def test_pages_are_few_and_short(docs_modules: types.SimpleNamespace) -> None:
-    """Whoever adds a page or a section looks for what can go. Link targets and the report's table of goals do not count."""
+def test_pages_are_few_and_short() -> None:
+    """Whoever adds a page or a section looks for what can go. Link targets do not count."""
 
     def words_of(page: Path) -> list[str]:
-        text = docs_modules.facts.GOALS.sub("", page.read_text(encoding="utf-8"))
-        return [word for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
+        text = re.sub(r"\]\([^)]*\)", "]", page.read_text(encoding="utf-8"))
+        return [word for word in text.split() if re.search(r"\w", word)]
 
     pages = list(DOCS.rglob("*.md"))
     words = [word for page in pages for word in words_of(page)]
@@ -165,11 +165,11 @@ MEASURED = re.compile(
 
 
 def test_no_measured_figure_is_typed_by_hand(docs_modules: types.SimpleNamespace) -> None:
-    """Each is a link to its result file, except in code, and in the report's table of goals."""
+    """Each is a link to its result file, except in code."""
     facts = docs_modules.facts
     wrong = []
     for page in facts.pages():
-        text = facts.FACT.sub("", facts.GOALS.sub("", prose(page)))
+        text = facts.FACT.sub("", prose(page))
         text = re.sub(r"^ {4}.*$|`[^`]*`", "", text, flags=re.MULTILINE)
         wrong += [f"{page.relative_to(ROOT)}: {line.strip()}" for line in text.splitlines() if MEASURED.search(line)]
     assert wrong == []
