@@ -11,8 +11,9 @@ OPTIONS = {
     "--store PATH": "token store to evaluate (default: the store or mixture used for training)",
     "--split {heldout,train}": "split (default: heldout)",
     "--batch N": "sequences per batch (default: train.micro_batch)",
+    "--seq-len N": "tokens per sequence (default: train.seq_len)",
     "--max-tokens N": "evaluate about N tokens, spread evenly over the split (default: all)",
-    "--by-document": "evaluate the first train.seq_len tokens of each document, as GaLore, LORO and CoLA do, instead of all tokens",
+    "--by-document": "evaluate only the first sequence of each document, as GaLore, LORO and CoLA do, instead of all tokens",
     "--json": "print JSON",
 }
 
@@ -30,12 +31,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "  boost eval runs/demo --store data/other --split train --max-tokens 100000",
     )
     add_checkpoint_arguments(parser)
-    add_options(parser, OPTIONS, split="heldout", batch=0, max_tokens=0)
+    add_options(parser, OPTIONS, split="heldout", batch=0, seq_len=0, max_tokens=0)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    for flag, value in (("--batch", args.batch), ("--max-tokens", args.max_tokens)):
+    for flag, value in (("--batch", args.batch), ("--seq-len", args.seq_len), ("--max-tokens", args.max_tokens)):
         if value < 0:
             raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 0 (the default)")
     return run_on_mesh(evaluate_process, args)

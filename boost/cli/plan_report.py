@@ -14,7 +14,7 @@ from boost.cli.terminal import new_table, print_fact, print_table, result_consol
 from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, tags, validated
-from boost.config.recipes import TOKENS_PER_PARAMETER
+from boost.config.schema import TOKENS_PER_PARAMETER
 from boost.data.store import STORE_FILE, read_meta
 from boost.errors import ConfigError
 from boost.files import replace_text

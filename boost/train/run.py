@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from boost.config import Config
 from boost.config.architecture import parameter_count
-from boost.config.recipes import TOKENS_PER_PARAMETER
-from boost.config.schema import BF16_WEIGHTS_COST
+from boost.config.schema import BF16_WEIGHTS_COST, TOKENS_PER_PARAMETER
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
 from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, thread_limit
