@@ -26,7 +26,6 @@ COMMAND_GROUPS = {
         "generate": "generate text from a checkpoint",
     },
     "models": {
-        "runs": "list runs",
         "checkpoint": "list and verify checkpoints",
         "export": "write a checkpoint as a Hugging Face folder",
         "import": "convert weights from transformers to a checkpoint",
