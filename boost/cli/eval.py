@@ -6,6 +6,7 @@ from pathlib import Path
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
 from boost.cli.terminal import add_options
 from boost.errors import ConfigError
+from boost.text import printable
 
 OPTIONS = {
     "--store PATH": "token store to evaluate (default: the store or mixture used for training)",
@@ -78,10 +79,9 @@ def evaluate_process(args: argparse.Namespace) -> int:
         dump(facts, args.json)
         if not args.json:
             out = f"exported/{Path(args.checkpoint).name.partition('@')[0]}"
-            print(
-                f"on tasks: boost export {args.checkpoint} --out {out} && lm_eval --model hf --model_args "
-                f"pretrained={out},trust_remote_code=True --tasks arc_easy"
-            )
+            words = f"pretrained={out},trust_remote_code=True --tasks arc_easy"
+            command = f"boost export {args.checkpoint} --out {out} && lm_eval --model hf --model_args {words}"
+            print(printable(f"on tasks: {command}"))
     mesh.barrier()
     close_mesh()
     return 0
