@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import html
 import importlib
+import json
 import re
 import sys
 import tomllib
@@ -38,7 +39,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\)")
 def docs_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """The scripts of docs/, which is not a package."""
     monkeypatch.syspath_prepend(str(DOCS))
-    names = ("stage", "gen_reference", "draw", "facts")
+    names = ("stage", "gen_reference", "draw", "facts", "by_gpus")
     yield types.SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         sys.modules.pop(name, None)
@@ -256,7 +257,7 @@ def test_commands_in_the_pages_have_their_flags() -> None:
                     for flag in used
                     if flag not in known and not flag.startswith("--model.ranks.")
                 ]
-    assert seen > 200
+    assert seen > 150
     assert wrong == []
 
 
@@ -280,11 +281,20 @@ def test_pictures_are_those_that_the_code_draws(docs_modules: types.SimpleNamesp
     draw.PICTURES = tmp_path
     draw.draw()
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    assert len(drawn) == 5
+    assert len(drawn) == 6
     for name, text in drawn.items():
         assert text == (DOCS / "pictures" / name).read_text(encoding="utf-8"), (
             f"python docs/draw.py writes another {name}"
         )
+
+
+@pytest.mark.slow
+def test_the_fastest_layouts_are_what_the_planner_predicts_now(docs_modules: types.SimpleNamespace) -> None:
+    by_gpus = docs_modules.by_gpus
+    stored = {(cell["tokens"], cell["gpus"]): cell for cell in json.loads(by_gpus.RESULT.read_text())["cells"]}
+    assert len(stored) == len(by_gpus.SEQUENCES) * len(by_gpus.GPUS)
+    for sequences, gpus in ((4, 256), (64, 128)):
+        assert by_gpus.cell(sequences, gpus) == stored[sequences * by_gpus.SEQ_LEN, gpus], "python docs/by_gpus.py"
 
 
 FAMILY, OPTIMIZER, SCHEDULE = 0, 3, 4
