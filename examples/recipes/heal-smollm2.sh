@@ -9,8 +9,10 @@
 set -euo pipefail
 trap 'exit 130' INT TERM # otherwise, a run that is stopped, which exits with 0 after its save, would be evaluated
 
-WEIGHTS=${WEIGHTS:-models/smollm2-135m} STORE=${STORE:-data/heal-smollm2} RUN=${RUN:-runs/heal-smollm2}
-DENSE=${DENSE:-checkpoints/smollm2-135m} FACTORIZED=${FACTORIZED:-checkpoints/smollm2-135m-0.6} SEQ_LEN=${SEQ_LEN:-256}
+WEIGHTS=${WEIGHTS:-models/smollm2-135m} SEQ_LEN=${SEQ_LEN:-256}
+name=$(basename "$WEIGHTS")
+STORE=${STORE:-data/$name} RUN=${RUN:-runs/$name-healed}
+DENSE=${DENSE:-checkpoints/$name} FACTORIZED=${FACTORIZED:-checkpoints/$name-factorized}
 
 if [[ ! -d $WEIGHTS ]]; then
     draft=$WEIGHTS.draft # a folder that appears at once, so that one that exists is complete

@@ -371,4 +371,4 @@ def test_the_recipe_that_heals(store: Path, tmp_path: Path, monkeypatch: pytest.
         dense, factorized, healed = (output for command, output in told if command == "eval")
         assert number(dense, "tokens") == number(factorized, "tokens") == number(healed, "tokens") > 0
         assert number(healed, "step") == 4 and number(healed, "loss") < number(factorized, "loss")
-    assert open_checkpoint(Path("runs/heal-smollm2")).config.distill.teacher == "checkpoints/smollm2-135m"
+    assert open_checkpoint(Path("runs/llama-healed")).config.distill.teacher == "checkpoints/llama"
