@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from boost.cli.plan import request_of
-from boost.config import Config
 from boost.plan.hardware import load_hardware
 from boost.plan.search import Search
-from boost.train.rundir import environment
 
 RESULT = Path(__file__).resolve().parent / "pictures" / "by-gpus.json"
 SEQ_LEN, SEQUENCES, GPUS = 4096, (1, 4, 16, 64, 256, 1024), (16, 32, 64, 128, 256, 512)
@@ -41,8 +39,8 @@ def cell(sequences: int, gpus: int) -> dict[str, Any]:
 
 def main() -> None:
     cells = [json.dumps(cell(sequences, gpus)) for sequences in SEQUENCES for gpus in GPUS]
-    facts, lines = json.dumps(environment(Config())), ",\n  ".join(cells)
-    RESULT.write_text(f'{{"environment": {facts},\n "cells": [\n  {lines}]}}\n', encoding="utf-8")
+    lines = ",\n  ".join(cells)
+    RESULT.write_text(f'{{"command": "python docs/by_gpus.py", "cells": [\n  {lines}]}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":
