@@ -7,17 +7,14 @@
 #   make nightly  run the tests that are too slow for every commit, then make versions
 #   make softgpu  install what the nightly GPU tests need on a machine without a GPU, in .softgpu/$TORCH (7 GB; once per version:
 #                 `TORCH=2.15.0 make softgpu`; CUDA_VENV=PATH uses an environment that has a CUDA build of torch)
-#   make versions run the test suite on the newest supported torch, in build/venv-newest
+#   make versions run the test suite on the newest supported torch, in build/venv-newest, and what uses other libraries on the
+#                 oldest supported versions, in build/venv-oldest
 #   make check    check lint, format and types
 #   make image    build the Dockerfile and run a command in the image (does nothing without docker or podman)
 #   make docs     build the documentation site in build/site (strict: a broken link is an error)
-#   make curves   plot the loss curves of all layouts in one figure, in benchmarks/results/ (five to ten minutes)
-#   make perplexity  measure loss, perplexity and accuracy of all layouts and families, up to five seeds, in benchmarks/results/
-#                 (40 minutes; resumes after an interruption)
-#   make recompute measure the memory saved and the time added by recomputation, in benchmarks/results/ (15 minutes)
 #   make validate compare predicted and measured steps on this machine, in benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    run the paper's evaluation on this machine, and build the report of all results, benchmarks/report.html
-#                 (about 3.0 hours; keep the machine idle; resumes after an interruption; `python -m benchmarks evaluation --list`
+#                 (about 2.4 hours; keep the machine idle; resumes after an interruption; `python -m benchmarks evaluation --list`
 #                 shows what is left)
 #   make report   rebuild the report from existing results
 #   make release  build the sdist and the wheel, install the wheel in a fresh environment, and walk the pages' commands there
@@ -34,6 +31,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready-$(TORCH)
+CONSTRAINTS ?= constraints.txt
 
 # Machines with a GPU use the default build; Linux without a GPU uses the CPU build, which is a tenth of its size but not on the
 # default index.
@@ -46,7 +44,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: release findings setup train test quick nightly versions image softgpu guards soak recovery check docs verify curves perplexity recompute validate bench report clean
+.PHONY: release setup train test quick nightly versions image softgpu guards soak recovery check docs verify validate bench report clean
 
 setup: $(READY)
 
@@ -59,7 +57,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing torch $(TORCH) into $(VENV) (a few minutes the first time)"
 	@$(TORCH_INSTALL) || { echo "torch $(TORCH) could not be installed; is the network up?" >&2; exit 1; }
 	@echo "installing boost and its pinned dependencies"
-	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
 # The demo runs on two processes. If each has a GPU, run `make train DEVICE=cuda`.
@@ -91,8 +89,11 @@ nightly: setup
 softgpu:
 	$(PYTHON) tests/softgpu/setup.py $(SOFTGPU) $(if $(CUDA_VENV),--venv $(CUDA_VENV),--torch $(TORCH))
 
-versions:
+versions: setup
 	$(MAKE) test VENV=build/venv-newest TORCH=$(NEWEST)
+	$(BIN)/python tests/oldest.py > build/oldest.txt
+	$(MAKE) setup VENV=build/venv-oldest CONSTRAINTS=build/oldest.txt
+	build/venv-oldest/bin/python -m pytest tests/convert tests/data tests/border tests/api tests/config
 
 # Removes each guard in docs/reliability.md in turn, and runs the tests that must then fail.
 guards: setup
@@ -132,28 +133,6 @@ docs: setup
 	$(BIN)/python docs/stage.py build/docs
 	REPOSITORY_URL=$(REPOSITORY_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# A small model is enough: the curves must coincide, but their values do not matter.
-CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64
-
-# The model is large enough to time GEMMs rather than launches, and its attention takes the same fraction as with 4,096 tokens on a
-# GPU. Its steps are short, to limit machine noise. All layouts and policies take about 15 minutes.
-RECOMPUTE := --batches 4 8 --rounds 41 --model.vocab_size 512 --model.dim 512 --model.ffn_dim 1376 --model.rank 128 \
-	--model.heads 8 --model.layers 2 --train.seq_len 256
-
-curves: setup
-	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/python -m benchmarks curves demo --tp 2 $(CURVES) --train.steps 200
-
-# Low-rank families run under seven layouts, dense under three, and each on one process: 180 runs in float32, 108 in bfloat16.
-PERPLEXITY := --families dense svd cola lax loro --seeds 0 1 2 3 4 --questions 200 --dtypes float32 bfloat16 --few-seeds 0 1 2
-
-perplexity: setup
-	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/python -m benchmarks perplexity demo --tp 2 $(CURVES) --train.steps 150 $(PERPLEXITY)
-
-recompute: setup
-	$(BIN)/python -m benchmarks recompute demo --tp 2 $(RECOMPUTE)
-
 validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/python -m benchmarks validation --measure --hardware runs/local.toml
@@ -161,10 +140,6 @@ validate: setup
 # Runs one experiment at a time, because concurrent runs would slow each other down.
 bench: setup
 	$(BIN)/python -m benchmarks evaluation
-
-# What surprised us in other libraries (findings/README.md). Installs pinned packages in temporary folders.
-findings:
-	@for script in findings/*.sh; do echo "$$script"; "$$script" || exit 1; done
 
 report: setup
 	$(BIN)/python -m benchmarks modeled

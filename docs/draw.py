@@ -1,10 +1,11 @@
-"""Draws five of the pictures in docs/pictures: `python docs/draw.py`. The output is deterministic.
+"""Draws six of the pictures in docs/pictures: `python docs/draw.py`. The output is deterministic.
 
 Rows, shards and collectives are derived from the layouts (`boost.plan.pictures`), and bytes from the collective table and the
-planner's trace of the decoder. Step times come from the result files.
+planner's trace of the decoder. Step times and the fastest layouts come from result files.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -319,8 +320,37 @@ def steps_picture(columns: int, text: float, name: str, title: str, subtitle: st
     canvas.write(PICTURES / name)
 
 
+# The fastest layout by tokens per step and number of GPUs.
+
+
+def by_gpus_picture() -> None:
+    """Draws docs/pictures/by-gpus.json as a grid; each layout has its own color."""
+    result = Path(__file__).resolve().parent / "pictures" / "by-gpus.json"
+    cells = json.loads(result.read_text(encoding="utf-8"))["cells"]
+    columns = sorted({cell["gpus"] for cell in cells})
+    rows = sorted({cell["tokens"] for cell in cells})
+    layouts = sorted({cell["layout"].split()[0] for cell in cells if cell["layout"]})
+    left, top, line = 150.0, 128.0, 40.0
+    width = (WIDTH - left - MARGIN) / len(columns)
+    title = "Predicted fastest layout by tokens per step and number of GPUs: 7b, cola"
+    subtitle = "h100, sequences of 4,096: the fastest configuration without a pipeline"
+    canvas = Canvas(top + len(rows) * line + MARGIN, title, subtitle)
+    canvas.text("tokens per step", MARGIN, top - 12, 13, MUTED)
+    for column, gpus in enumerate(columns):
+        canvas.text(f"{gpus} GPUs", left + column * width + 12, top - 12, 13, MUTED)
+    for number, tokens in enumerate(rows):
+        y = top + number * line
+        canvas.text(f"{tokens:,}", MARGIN, y + 25, 13)
+        for cell in (cell for cell in cells if cell["tokens"] == tokens):
+            x, layout = left + columns.index(cell["gpus"]) * width, cell["layout"]
+            fill, ink = (COLORS[layouts.index(layout.split()[0])], PAPER) if layout else (PAPER, MUTED)
+            canvas.box(x + 3, y + 3, width - 6, line - 6, fill, PATH, radius=4, line=1.0)
+            canvas.text(layout or "too few tokens", x + 12, y + 25, 13, ink, room=width - 20)
+    canvas.write(PICTURES / "by-gpus.svg")
+
+
 def draw() -> None:
-    """Writes the five pictures."""
+    """Writes the six pictures."""
     steps_picture(
         4,
         12,
@@ -332,6 +362,7 @@ def draw() -> None:
     layouts_picture()
     online_norm_picture()
     recomputation_picture()
+    by_gpus_picture()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ cell:
 - In CITATION.cff: a key.
 
 A figure with an interval or a spread is the whole cell; otherwise, it is the cell's first number. `tests/test_docs.py` checks all
-figures. The table of goals in results.md is benchmarks/goals.md, which comes with the report.
+figures.
 """
 
 import json
@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE_OF_GOALS = ROOT / "benchmarks" / "goals.md"
 FACT = re.compile(r"\[(?P<text>[^\]\[]+)\]\((?P<link>[^)\s\"]+\.(?:md|json|cff)) \"(?P<key>[^\"]+)\"\)")
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-GOALS = re.compile(r"(<!-- goals: [^>]*-->\n).*?(<!-- end of goals -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -120,9 +118,7 @@ def updated(page: Path) -> tuple[str, list[str]]:
             return match[0]
         return f'[{now}]({match["link"]} "{match["key"]}")'
 
-    goals = TABLE_OF_GOALS.read_text(encoding="utf-8")
-    changed = FACT.sub(one, page.read_text(encoding="utf-8"))
-    return GOALS.sub(lambda match: f"{match[1]}\n{goals}\n{match[2]}", changed), problems
+    return FACT.sub(one, page.read_text(encoding="utf-8")), problems
 
 
 if __name__ == "__main__":

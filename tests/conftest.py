@@ -37,9 +37,9 @@ LONGEST_FIRST = (
     "layouts/test_layouts.py", "layouts/test_overlap.py", "parallel/test_late.py", "train/test_full_disk.py",
     "cli/test_train.py", "train/test_rehearsal.py", "train/test_step.py", "train/test_nodes.py", "parallel/test_compile.py",
     "train/test_checkpoint.py", "api/test_examples.py", "parallel/test_weights.py", "optim/test_factors.py",
-    "train/test_launch.py", "layouts/test_context_axis.py", "train/test_stops.py", "benchmarks/experiments/test_curves.py",
-    "cli/test_eval_tasks.py", "measure/test_calibrate.py", "cli/test_plan.py", "test_house.py", "train/test_health.py",
-    "train/test_examples.py", "benchmarks/experiments/test_perplexity.py",
+    "train/test_launch.py", "layouts/test_context_axis.py", "train/test_stops.py",
+    "measure/test_calibrate.py", "cli/test_plan.py", "test_house.py", "train/test_health.py",
+    "train/test_examples.py",
 )  # fmt: skip
 """Files that take half a minute or more: workers that get one of them last would keep the others waiting."""
 

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import html
 import importlib
+import json
 import re
 import sys
 import tomllib
@@ -38,7 +39,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\)")
 def docs_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """The scripts of docs/, which is not a package."""
     monkeypatch.syspath_prepend(str(DOCS))
-    names = ("stage", "gen_reference", "draw", "facts")
+    names = ("stage", "gen_reference", "draw", "facts", "by_gpus")
     yield types.SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         sys.modules.pop(name, None)
@@ -125,12 +126,12 @@ def test_the_headline_is_one_pair(docs_modules: types.SimpleNamespace) -> None:
         assert (f"{value}x", interval) in shown, "the report's first screen"
 
 
-def test_pages_are_few_and_short(docs_modules: types.SimpleNamespace) -> None:
-    """Whoever adds a page or a section looks for what can go. Link targets and the report's table of goals do not count."""
+def test_pages_are_few_and_short() -> None:
+    """Whoever adds a page or a section looks for what can go. Link targets do not count."""
 
     def words_of(page: Path) -> list[str]:
-        text = docs_modules.facts.GOALS.sub("", page.read_text(encoding="utf-8"))
-        return [word for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
+        text = re.sub(r"\]\([^)]*\)", "]", page.read_text(encoding="utf-8"))
+        return [word for word in text.split() if re.search(r"\w", word)]
 
     pages = list(DOCS.rglob("*.md"))
     words = [word for page in pages for word in words_of(page)]
@@ -165,11 +166,11 @@ MEASURED = re.compile(
 
 
 def test_no_measured_figure_is_typed_by_hand(docs_modules: types.SimpleNamespace) -> None:
-    """Each is a link to its result file, except in code, and in the report's table of goals."""
+    """Each is a link to its result file, except in code."""
     facts = docs_modules.facts
     wrong = []
     for page in facts.pages():
-        text = facts.FACT.sub("", facts.GOALS.sub("", prose(page)))
+        text = facts.FACT.sub("", prose(page))
         text = re.sub(r"^ {4}.*$|`[^`]*`", "", text, flags=re.MULTILINE)
         wrong += [f"{page.relative_to(ROOT)}: {line.strip()}" for line in text.splitlines() if MEASURED.search(line)]
     assert wrong == []
@@ -256,7 +257,7 @@ def test_commands_in_the_pages_have_their_flags() -> None:
                     for flag in used
                     if flag not in known and not flag.startswith("--model.ranks.")
                 ]
-    assert seen > 200
+    assert seen > 150
     assert wrong == []
 
 
@@ -280,11 +281,20 @@ def test_pictures_are_those_that_the_code_draws(docs_modules: types.SimpleNamesp
     draw.PICTURES = tmp_path
     draw.draw()
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    assert len(drawn) == 5
+    assert len(drawn) == 6
     for name, text in drawn.items():
         assert text == (DOCS / "pictures" / name).read_text(encoding="utf-8"), (
             f"python docs/draw.py writes another {name}"
         )
+
+
+@pytest.mark.slow
+def test_the_fastest_layouts_are_what_the_planner_predicts_now(docs_modules: types.SimpleNamespace) -> None:
+    by_gpus = docs_modules.by_gpus
+    stored = {(cell["tokens"], cell["gpus"]): cell for cell in json.loads(by_gpus.RESULT.read_text())["cells"]}
+    assert len(stored) == len(by_gpus.SEQUENCES) * len(by_gpus.GPUS)
+    for sequences, gpus in ((4, 256), (64, 128)):
+        assert by_gpus.cell(sequences, gpus) == stored[sequences * by_gpus.SEQ_LEN, gpus], "python docs/by_gpus.py"
 
 
 FAMILY, OPTIMIZER, SCHEDULE = 0, 3, 4

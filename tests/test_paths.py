@@ -11,7 +11,7 @@ import pytest
 from boost.errors import CheckpointError, DataError
 from boost.paths import file_name, is_file, is_folder, read_record, read_text, status
 from boost.train.metrics import read_metrics
-from boost.train.run_lock import is_held
+from boost.train.run_lock import require_unlocked
 from boost.train.rundir import RunDirectory
 from tests.train.reads import watched
 
@@ -83,7 +83,7 @@ def test_a_run_directory_with_such_files_is_read(endless: Callable[[Path], None]
     endless(run.last_saved)
     assert run.recorded_save() is None
     endless(tmp_path / "run.lock")
-    assert not is_held(tmp_path)
+    require_unlocked(tmp_path)
     (tmp_path / "run.lock").rename(run.metrics)
     with pytest.raises(OSError, match="not a regular file"):
         read_metrics(run.metrics)

@@ -1,7 +1,7 @@
 """Runs the whole evaluation from one commit, one experiment after another, some with several launches. Resumable.
 
-Each launch is a separate process. Launches of a part that has several, or that resumes from its own result, write to the work
-folder; the evaluation then writes the merged result that the report reads. Other parts write that result directly.
+Each launch is a separate process. Launches of a part that has several write to the work folder; the evaluation then writes the
+merged result that the report reads. Other parts write that result directly.
 """
 
 import argparse
@@ -73,9 +73,6 @@ RECOMPUTE = (
 FOUND = 1
 """Exit code of an experiment whose own check failed, for example because layouts differ. Its result reports the failure."""
 
-SMALL = "--model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64"
-"""A small model is enough if curves only have to coincide."""
-
 
 @dataclass(frozen=True)
 class Part:
@@ -91,13 +88,6 @@ class Part:
     needs_hosts: bool = False
     """Whether it creates network namespaces."""
     cpu_only: bool = False
-    resumes: bool = False
-    """Whether it resumes from an existing result, which must be from the same commit."""
-
-    @property
-    def in_work(self) -> bool:
-        """Whether launches write to the work folder and are merged when all are finished."""
-        return self.launches > 1 or self.resumes
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,6 @@ class Place:
 
 
 PARTS = (
-    Part("data", BOOST, "prepare --stdlib --out data/stdlib", 0.1),
     Part("wire", BENCH, "wire --set all --out {out}", 103, needs_hosts=True, cpu_only=True),
     Part("ladder", BENCH, "ladder --wire {results}/wire.json --out {out}", 0.1, needs_hosts=True, cpu_only=True),
     # Directly after the calibration, because the speed of a shared machine changes within hours.
@@ -124,17 +113,6 @@ PARTS = (
     Part("steps", BENCH, "steps --hardware {work}/hardware.toml --rounds 7 --run.device {device} --out {out}", 6.1),
     Part("single", BENCH, "single --rounds 15 --run.device {device} --out {out}", 4.5, 3),
     Part("recompute", BENCH, f"recompute {RECOMPUTE} --run.device {{device}} --out {{out}}", 4.3, 3),
-    Part("curves", BENCH, f"curves demo --tp 2 {SMALL} --train.steps 200 --out {{out}}", 6.7),
-    # With two seeds in bfloat16, bounds on the differences are too wide to show anything.
-    Part(
-        "perplexity",
-        BENCH,
-        f"perplexity demo --tp 2 --families dense svd cola lax loro --seeds 0 1 2 3 4 --dtypes float32 bfloat16 --few-seeds 0 1 2 "
-        f"--questions 120 {SMALL} --train.steps 100 "
-        "--out {out}",
-        31,
-        resumes=True,
-    ),
     Part("record", BENCH, "record --out {out}", 0.2),
     Part("modeled", BENCH, "modeled --out {out}", 1.4),
 )
@@ -161,9 +139,9 @@ def evaluate(parts: Sequence[Part], place: Place, launches: int | None = None) -
         print(f"[{place_of + 1}/{len(todo)}] {part.name}{of}; about {left} to go", flush=True)
         _launch(place, part, number)
     for part in parts:
-        if part.in_work and not _skipped(part, place):
+        if part.launches > 1 and not _skipped(part, place):
             found = [read(_out(place, part, n).with_suffix(".json"), part.name) for n in range(_count(part, launches))]
-            sections.save(place.results / part.name, merged(found) if part.launches > 1 else found[0])
+            sections.save(place.results / part.name, merged(found))
     words = ["-m", "benchmarks", "report", "--results", str(place.results), "--out", str(place.page)]
     return _run(words, place.work / "report.log")
 
@@ -221,7 +199,7 @@ def _require_one_commit(work: Path, commit: str) -> None:
 
 def _out(place: Place, part: Part, number: int) -> Path:
     """Path of one launch's result, without suffix."""
-    return place.work / f"{part.name}-{number}" if part.in_work else place.results / part.name
+    return place.work / f"{part.name}-{number}" if part.launches > 1 else place.results / part.name
 
 
 def _launch(place: Place, part: Part, number: int) -> None:

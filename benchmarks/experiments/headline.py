@@ -1,4 +1,4 @@
-"""The report's first screen: a figure, five numbers, and what is measured and modeled. All of it comes from result files."""
+"""The report's first screen: a figure, four numbers, and what is measured and modeled. All of it comes from result files."""
 
 import re
 from collections.abc import Sequence
@@ -56,9 +56,9 @@ class Headline:
 
 
 def numbers(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> list[Headline]:
-    """The five numbers, from (facts, goals) of every result."""
+    """The four numbers, from (facts, goals) of every result."""
     wire = wire_of([facts for facts, _ in results])
-    return [*(_speed(wire, *each) for each in SPEEDS), _ratio(results, *SLOW), _bytes(results), _losses(results)]
+    return [*(_speed(wire, *each) for each in SPEEDS), _ratio(results, *SLOW), _bytes(results)]
 
 
 def _speed(wire: Facts | None, baseline: str, words: str, paper: str) -> Headline:
@@ -95,20 +95,6 @@ def _bytes(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
         return Headline(NOT_MEASURED, "", words, "", "", "steps")
     where = f"inside blocks, {found[1].where.partition(',')[0]}"
     return Headline(f"{float(parts[0]):.2f}x", "exact", words, where, found[1].kind, "steps")
-
-
-def _losses(results: Sequence[tuple[Facts, Sequence[Goal]]]) -> Headline:
-    words = "difference of the training loss from that of one process"
-    for facts, _ in results:
-        worst = facts.get("worst_relative_difference", {}) if facts["experiment"] == "curves" else {}
-        by_family = worst.get("float32") or {}
-        values = [value for names in by_family.values() for value in names.values()]
-        if values:
-            steps = facts["config"]["train"]["steps"]
-            shown = f"relative, fp32; maximum of {len(values)} layouts over {steps} steps"
-            digits, _, power = f"{max(values):.1e}".partition("e")
-            return Headline(f"{digits} x 10^{int(power)}", "at most", words, shown, "measured", "curves")
-    return Headline(NOT_MEASURED, "", words, "", "", "curves")
 
 
 def wire_of(results: Sequence[Facts]) -> Facts | None:

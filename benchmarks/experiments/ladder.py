@@ -15,10 +15,9 @@ from benchmarks.experiments.contest import Ratio, in_words, ratio, spread, verdi
 from benchmarks.experiments.results import Facts, Figure, Section, Table, read
 from benchmarks.experiments.sections import save
 from benchmarks.experiments.side_by_side import in_ms, shape_of
-from benchmarks.experiments.steps import BTP, BTP_SP, PUBLISHED, VANILLA
+from benchmarks.experiments.steps import BTP, BTP_SP, BTP_SYNC, PUBLISHED, VANILLA
 from benchmarks.experiments.wire_plan import (
     BTP_CP,
-    BTP_SYNC,
     BTP_UNGROUPED,
     COMPILED,
     MARKED,

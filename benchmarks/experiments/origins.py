@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 """Commit of a result that was measured outside a git checkout."""
 
 
-SEPARATE = ("modeled", "record", "validation", "single", "smollm2", "wire halves")
+SEPARATE = ("modeled", "record", "validation", "single", "wire halves")
 """Experiments (and sets of the wire) whose numbers are compared within one file only, or recomputed whenever the performance model
 changes. Each may come from a clean commit of its own."""
 

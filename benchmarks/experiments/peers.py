@@ -91,11 +91,6 @@ def hugging_face(config: Config, mesh: Mesh, compiled: bool = False) -> PlainSte
             shutil.rmtree(folder, ignore_errors=True)
     if compiled:
         module.compile()
-    return trained_by(module, config, mesh)
-
-
-def trained_by(module: Any, config: Config, mesh: Mesh) -> PlainStep:
-    """The training step of one of transformers' causal language models, with its own forward pass and loss."""
     module.to(mesh.device).train()
     compute = getattr(torch, config.train.compute_dtype)
     narrow = config.train.compute_dtype != config.train.param_dtype

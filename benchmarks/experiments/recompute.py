@@ -22,10 +22,10 @@ from torch import Tensor
 from benchmarks.commands import LEAST_ROUNDS, add_config, add_rounds, require_least, run_processes, tp_config
 from benchmarks.experiments import colors
 from benchmarks.experiments.contest import Call, Ratio, Seconds, bootstrap, launches, rounds_words, spread, take_turns
-from benchmarks.experiments.curves import contenders
 from benchmarks.experiments.published import SAVED_PER_ADDED
 from benchmarks.experiments.results import Facts, Figure, Goal, Section, Table, facts_of, machine
 from benchmarks.experiments.sections import save
+from benchmarks.experiments.steps import MEGATRON, MEGATRON_SP, PARALLEL
 from boost import drawing
 from boost.config import Config
 from boost.config.layouts import layout_spec
@@ -94,7 +94,11 @@ def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Conf
     """
     families: list[Family] = [config.model.family, "dense"] if config.model.low_rank else ["dense"]
     for family in families:
-        choices = [(c.name, dict(c.parallel)) for c in contenders(family) if c.parallel.get("grouping", True)]
+        choices = [
+            (name, parallel)
+            for name, parallel in PARALLEL.items()
+            if (name in (MEGATRON, MEGATRON_SP)) == (family == "dense")
+        ]
         if config.parallel.tp == 1:
             choices = [("single, dense" if family == "dense" else "single", {})]
         for name, parallel in choices:

@@ -147,7 +147,7 @@ def make(results: Sequence[Result], out: Path) -> BenchReport:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"prose": prose, "cell": cell, "power": power}
+    environment.filters |= {"prose": prose, "cell": cell}
     found = []
     for name, of_name in blocks.items():
         kinds = [kind for kind in KINDS if any(kind in block["kinds"] for block in of_name)]
@@ -175,8 +175,8 @@ def make(results: Sequence[Result], out: Path) -> BenchReport:
 
 
 def _goals_table(goals: Sequence[dict[str, Any]]) -> str:
-    """The goals as a Markdown table, for docs/results.md."""
-    lines = ["| metric | goal | result | |", "|---|---|---|---|"]
+    """The goals as a page with a Markdown table."""
+    lines = ["# Goals", "", "| metric | goal | result | |", "|---|---|---|---|"]
     for row in goals:
         decided = [each["goal"] for each in row["found"] if each["goal"].met is not None]
         found = "<br>".join(f"{goal.kind} {prose(goal.found).striptags()}" for goal in decided)
@@ -221,12 +221,6 @@ def cell(text: str) -> Markup:
         return _spread(found) if found else prose(DASH if plain == "-" else text)
     word, _, why = text.strip().partition(":") if kind == "skipped" else (text.strip(), "", "")
     return Markup('<span class="badge {}">{}</span>{}').format(kind, word, prose(why and f" {why.strip()}"))
-
-
-def power(text: str) -> Markup:
-    """Formats a number such as '9.0 x 10^-6'."""
-    number, caret, exponent = text.partition("^")
-    return Markup("{}<sup>{}</sup>").format(prose(number), prose(exponent)) if caret else prose(number)
 
 
 def _spread(found: re.Match[str]) -> Markup:

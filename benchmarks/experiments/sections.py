@@ -16,7 +16,6 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "End to end": ("wire", "steps", "single", "modeled"),
     "Ablation": ("ladder",),
     "Recomputation": ("recompute",),
-    "Convergence": ("curves", "perplexity", "smollm2"),
     "Performance model": ("validation", "record"),
 }
 """Chapters of the report, with their experiments."""
@@ -31,6 +30,9 @@ SETTLED = {
     "fit": "longest sequence and largest batch that fit in 80 GB",
     "families": "dense, svd, cola, lax, loro, DLR and Spectron at equal tokens and at equal time, five seeds each",
     "healing": "dense models factorized and healed",
+    "curves": "loss curves of all layouts: how far each is from that of one process",
+    "perplexity": "loss, held-out perplexity and accuracy of all layouts and families, up to five seeds",
+    "smollm2": "SmolLM2-135M, factorized and healed: quality, and training speed against transformers' dense model",
 }
 """Experiments that are no longer run. Their results are committed, and each result names the commit that has its code."""
 

@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.commands import LEAST_ROUNDS, add_config, add_rounds, require_least
 from benchmarks.experiments import published
-from benchmarks.experiments.curves import DENSE, LOW_RANK
 from benchmarks.experiments.results import facts_of
 from benchmarks.experiments.sections import save
 from benchmarks.experiments.side_by_side import TimingGroup, run_groups
@@ -28,11 +27,20 @@ from boost.train.hardware import total_memory
 WEAK_SCALING, FAMILIES, BOUND, SHARES = "weak scaling", "by architecture", "communication-bound", "share of a process"
 """Purposes of groups."""
 
-BTP, BTP_SP, VANILLA, PUBLISHED = "btp, online", "btp-sp", "vanilla", "vanilla, published"
+BTP, BTP_SYNC, BTP_SP, VANILLA, PUBLISHED = "btp, online", "btp, sync", "btp-sp", "vanilla", "vanilla, published"
 MEGATRON, MEGATRON_SP = "megatron", "megatron-sp"
 """Names of contenders."""
 
-PARALLEL: dict[str, dict[str, Any]] = {c.name: c.parallel for c in (*DENSE, *LOW_RANK)}
+PARALLEL: dict[str, dict[str, Any]] = {
+    MEGATRON: {"layout": "megatron"},
+    MEGATRON_SP: {"layout": "megatron-sp"},
+    BTP: {"layout": "btp", "norm": "online"},
+    BTP_SYNC: {"layout": "btp", "norm": "sync"},
+    BTP_SP: {"layout": "btp-sp"},
+    VANILLA: {"layout": "vanilla"},
+    PUBLISHED: {"layout": "vanilla", "vanilla": "published"},
+}
+"""Parallel configurations of the layouts that shard weights; the two of Megatron-LM are dense."""
 
 _SHARED_TP = (4, 8)
 """TP sizes of single-rank emulation on CPUs; GPUs add TP 2."""

@@ -14,19 +14,18 @@ from typing import Any
 
 from benchmarks.experiments.contest import Ratio, ratio, spread
 from benchmarks.experiments.results import Facts, MeasurementError
-from benchmarks.experiments.steps import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PARALLEL, PUBLISHED, VANILLA
+from benchmarks.experiments.steps import BTP, BTP_SP, BTP_SYNC, MEGATRON, MEGATRON_SP, PARALLEL, PUBLISHED, VANILLA
 from boost.config import Config, load
 from boost.measure.steps import flags, shape
 
 ULYSSES, BTP_CP = "ulysses", "btp-cp"
-BTP_SYNC, BTP_UNGROUPED = "btp, sync", "btp, sync, ungrouped"
+BTP_UNGROUPED = "btp, sync, ungrouped"
 DENSE, LOW_RANK = "dense", "low-rank"
 """Contenders without TP, for which all layouts of a model are the same."""
 
 FORMS: dict[str, Mapping[str, Any]] = {
     **PARALLEL,
     ULYSSES: {"layout": "ulysses"},
-    BTP_SYNC: {"layout": "btp", "norm": "sync"},
     BTP_UNGROUPED: {"layout": "btp", "norm": "sync", "grouping": False},
     BTP_CP: {"layout": "btp-cp"},
     DENSE: {"layout": "single"},

@@ -9,6 +9,7 @@ A contender that cannot run is listed with its reason. Ratios are of this card a
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import sys
 import time
@@ -26,7 +27,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.commands import LEAST_ROUNDS
 from benchmarks.experiments.contest import Call, refuse_zeros, spread, take_turns
-from benchmarks.experiments.official import published
 from benchmarks.experiments.peers import HF, HF_COMPILED, hugging_face, of_family
 from benchmarks.experiments.plain import FORMS, PlainStep, mean_loss, plain_step
 from benchmarks.experiments.results import write_numbers
@@ -34,8 +34,10 @@ from benchmarks.experiments.shares import without_the_others
 from boost.config import Config, load
 from boost.config.layouts import layout_spec
 from boost.config.schema import CompileName, ParallelConfig
+from boost.convert.formats import config_json, entries
 from boost.measure.speed import synchronize
 from boost.measure.steps import Stepper
+from boost.models.init import initial_value
 from boost.models.kernels import BACKENDS, KERNELS, Kernel, using
 from boost.parallel.loss import logit_gradient, token_logits
 from boost.parallel.mesh import Mesh, mesh_of
@@ -150,10 +152,18 @@ def _repeated(make: Callable[[], PlainStep], device: torch.device) -> Call:
 
 
 def _published(config: Config, folder: Path, device: torch.device) -> PlainStep:
+    """CoLA's own class from a clone of its repository, with our initial weights. This runs the code in `folder`."""
     if not (folder / "cola").is_dir():
         raise FileNotFoundError(f"--cola {folder} has no folder 'cola'")
     sys.path.insert(0, str(folder.resolve()))
-    module = published(config).module.to(device)
+    package, weights = importlib.import_module("cola"), {}
+    for entry in entries(config.model, "cola"):
+        value = initial_value(entry.parameters[0], config.model, config.train.seed)
+        weights[entry.name] = value.T if entry.transposed else value
+    fields = config_json(config.model, "cola", config.train.param_dtype, config.train.seq_len, None, None)
+    module = package.ColaForCausalLM(package.ColaConfig(**fields))
+    module.load_state_dict(weights)
+    module.to(device, getattr(torch, config.train.param_dtype)).train()
     narrow = config.train.compute_dtype != config.train.param_dtype
 
     def passes(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:

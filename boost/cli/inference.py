@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from boost.config import Config
 from boost.config.layouts import layout_spec, layouts_of
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from boost.models.decoder import Decoder
     from boost.parallel.mesh import Mesh
     from boost.train.checkpoint import Checkpoint
-    from boost.train.evaluate import Evaluation
 
     OpenModel = tuple[Checkpoint, Config, Mesh, Decoder]
 
@@ -35,11 +34,9 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Config:
-    """Returns a checkpoint's configuration for a mesh of tp x 1 x 1 and batches of `batch` sequences (0: train.micro_batch).
-
-    Raises ConfigError.
-    """
+def inference_config(saved: Config, tp: int, device: str, batch: int = 0, seq_len: int = 0) -> Config:
+    """Returns a checkpoint's configuration for a mesh of tp x 1 x 1, and `batch` sequences of `seq_len` tokens per batch (0: as in
+    training). Raises ConfigError."""
     if tp < 1:
         raise ConfigError(f"--tp = {tp} is too small; smallest valid value: 1")
     if device == "cuda":
@@ -47,7 +44,7 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
 
         choose_device(device)
     batch = batch or saved.train.micro_batch
-    train = {"micro_batch": batch, "global_batch": batch}
+    train = {"micro_batch": batch, "global_batch": batch, "seq_len": seq_len or saved.train.seq_len}
     run = {"device": device, "recovery": "restart"}
     problem: ConfigError | None = None
     # Tries the checkpoint's layout first, then the others for its family: all load the same weights and compute the same function.
@@ -65,6 +62,10 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
     raise problem
 
 
+def _config_of(saved: Config, args: argparse.Namespace) -> Config:
+    return inference_config(saved, args.tp, args.device, getattr(args, "batch", 0), getattr(args, "seq_len", 0))
+
+
 def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     """Calls `process(args)` in this process, or in args.tp local processes. `process` must be a module-level function."""
     require_checkpoint_folder(args.checkpoint)
@@ -75,7 +76,7 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     from boost.train.launch import can_fork, launch, under_torchrun
 
     saved = open_checkpoint(Path(args.checkpoint)).config
-    inference_config(saved, args.tp, args.device, getattr(args, "batch", 0))  # report errors before starting processes
+    _config_of(saved, args)  # report errors before starting processes
     if under_torchrun() or args.tp == 1:
         return process(args)
     del args.run  # a function that the processes do not need
@@ -91,15 +92,12 @@ def open_model(args: argparse.Namespace, read_files: "Callable[[Checkpoint], obj
     from boost.train.model import build_decoder
     from boost.train.rendezvous import open_mesh
 
-    def config_of(checkpoint: "Checkpoint") -> Config:
-        return inference_config(checkpoint.config, args.tp, args.device, getattr(args, "batch", 0))
-
     path = Path(args.checkpoint)
-    config = config_of(open_checkpoint(path))
+    config = _config_of(open_checkpoint(path).config, args)
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
 
     def load(checkpoint: "Checkpoint") -> "OpenModel":
-        config = config_of(checkpoint)
+        config = _config_of(checkpoint.config, args)
         decoder = build_decoder(config, mesh)
         load_weights(checkpoint, decoder, mesh)
         if read_files is not None:
@@ -107,23 +105,6 @@ def open_model(args: argparse.Namespace, read_files: "Callable[[Checkpoint], obj
         return checkpoint, config, mesh, decoder
 
     return read_checkpoint(path, load, mesh)
-
-
-def evaluate_heldout(
-    checkpoint: str | Path, run: Config, isolate: bool | None = None, **options: Any
-) -> "tuple[Config, Evaluation]":
-    """Evaluates a checkpoint on the held-out text of `run`, in sequences of its length, on this process. Also returns the
-    checkpoint's configuration. `isolate`: whether to isolate documents; None: as in training. `options`: those of `evaluate`."""
-    from boost.data.store import TokenStore
-    from boost.train.evaluate import evaluate
-    from boost.train.rendezvous import close_mesh
-
-    _, config, mesh, decoder = open_model(argparse.Namespace(checkpoint=str(checkpoint), tp=1, device=run.run.device))
-    split, train = TokenStore.open(Path(run.data.store)).split("heldout"), run.train
-    isolate = config.data.isolate_documents if isolate is None else isolate
-    result = evaluate(decoder, split, train.seq_len, train.micro_batch, isolate, mesh, **options)
-    close_mesh()
-    return config, result
 
 
 def dump(value: Mapping[str, object], as_json: bool) -> None:

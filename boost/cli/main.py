@@ -20,14 +20,12 @@ from boost.version import __version__
 COMMAND_GROUPS = {
     "data": {"prepare": "tokenize files, a Hugging Face dataset or a code corpus"},
     "training": {
-        "recipe": "reproduce a published run, or shrink and heal a model",
         "train": "train a model",
         "config": "print a fully resolved configuration, or validate a file",
-        "eval": "evaluate a checkpoint on held-out text, or on tasks",
+        "eval": "evaluate a checkpoint on held-out text",
         "generate": "generate text from a checkpoint",
     },
     "models": {
-        "runs": "list runs",
         "checkpoint": "list and verify checkpoints",
         "export": "write a checkpoint as a Hugging Face folder",
         "import": "convert weights from transformers to a checkpoint",

@@ -14,7 +14,6 @@ from boost.config.load import change, parse_overrides, read_source, validated
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.data.store import STORE_FILE, read_meta
-from boost.drawing import require_drawable
 from boost.errors import ConfigError
 from boost.text import JsonObject
 
@@ -27,11 +26,8 @@ OPTIONS = {
     "--memory-margin FRACTION": "fraction of usable memory to leave free for fragmentation and prediction error (default 0.08)",
     "--json": "print JSON",
     "--explain": "break down the time and memory of the best plan",
-    "--svg FILE": "draw the grid of --by-gpus (.svg, .png or .pdf)",
     "--write FILE": "write the best plan as a configuration for 'boost train'",
     "--force": "let --write overwrite an existing file",
-    "--by-gpus": "find the fastest layout for several batch sizes (tokens per step) and numbers of GPUs, up to --gpus",
-    "--worth": "compare the low-rank model with dense ones of equal shape, parameters, FLOPs and time",
 }
 
 
@@ -47,8 +43,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           explain the best plan with TP 4\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
-        "  boost plan run.toml --gpu a100-80g                                                 explain your configuration\n"
-        "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-gpus                 where each layout is fastest\n\n"
+        "  boost plan run.toml --gpu a100-80g                                                 explain your configuration\n\n"
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset (llama3-8b, ...; see 'boost config'), a TOML file (its\n"
         "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"
         "--data.store STORE gives a preset the vocabulary of that store, if it is on this machine.\n"
@@ -65,12 +60,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs per node (default: from the profile)")
     parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")
     parser.add_argument("--seq", type=int, metavar="L", help="tokens per sequence (default: from the model)")
-    parser.add_argument(
-        "--gpu-hours", type=float, metavar="H", help="say how many tokens the best plan trains in H GPU-hours"
-    )
-    parser.add_argument(
-        "--budget-usd", type=float, nargs=2, metavar=("USD", "PRICE"), help="the same for USD at PRICE per GPU-hour"
-    )
     add_options(parser, OPTIONS, memory_margin=0.08)
     parser.set_defaults(takes_overrides=True)
     return parser
@@ -91,10 +80,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.gpu is None:
         raise ConfigError(f"--gpu is missing; pass one of {', '.join(names())}, or a .toml file")
     hardware = load_hardware(args.gpu)
-    if args.budget_usd is not None:
-        args.gpu_hours = args.budget_usd[0] / args.budget_usd[1] if args.budget_usd[1] > 0 else 0.0
-    if args.gpu_hours is not None and not 0 < args.gpu_hours < math.inf:
-        raise ConfigError(f"--gpu-hours or --budget-usd comes to {args.gpu_hours:g} GPU-hours, which must be above 0")
     for name in ("per_node", "gpus", "seq"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
@@ -104,13 +89,9 @@ def _run(args: argparse.Namespace) -> int:
         hardware = hardware.model_copy(update={"per_node": args.per_node, "per_host": None})
     if args.write is not None and args.write.exists() and not args.force:
         raise ConfigError(f"{args.write} already exists; add --force to overwrite it")
-    if args.svg is not None:
-        if not args.by_gpus:
-            raise ConfigError("--svg draws the grid of --by-gpus, so it requires that option; add --by-gpus")
-        require_drawable(args.svg)
     if args.config is not None:
-        for name in ("model", "gpus", "seq", "global_batch", "write", "by_gpus", "gpu_hours", "worth"):
-            if getattr(args, name) not in (None, False):
+        for name in ("model", "gpus", "seq", "global_batch", "write"):
+            if getattr(args, name) is not None:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} applies only to a search, but explaining CONFIG = '{args.config}' involves no "
                     "search; remove the option or CONFIG, or change the configuration with --section.key value"
@@ -122,14 +103,6 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; example: boost plan --model 7b --gpus 16 --gpu {args.gpu}")
     request = request_of(args, hardware)
-    if args.by_gpus:
-        from boost.cli.plan_grids import print_grid
-
-        return print_grid(args, request)
-    if args.worth:
-        from boost.cli.plan_worth import print_worth
-
-        return print_worth(args, request)
     from boost.cli.plan_report import search_and_report
 
     source = source_of(args.model)

@@ -14,11 +14,11 @@ from boost.cli.terminal import new_table, print_fact, print_table, result_consol
 from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, tags, validated
-from boost.config.recipes import TOKENS_PER_PARAMETER
+from boost.config.schema import TOKENS_PER_PARAMETER
 from boost.data.store import STORE_FILE, read_meta
 from boost.errors import ConfigError
 from boost.files import replace_text
-from boost.format import format_bytes, format_count, format_duration, format_rate, format_seconds
+from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
 from boost.plan.categories import CATEGORIES
 from boost.plan.explain import Alternative, alternatives, choices, mesh, notes, products
@@ -227,9 +227,9 @@ def asked_words(args: argparse.Namespace) -> list[str]:
 
 # JSON.
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of the --json output; incremented if a key changes its meaning or is removed. 2: intervals, probabilities, both MFUs.
-3: without the software stack. 4: without the cost."""
+3: without the software stack. 4: without the cost. 5: without the GPU-hours that were asked for."""
 
 
 def as_json(plan: Plan, hardware: Hardware) -> dict[str, object]:
@@ -273,7 +273,6 @@ def print_json(report: PlanReport) -> None:
         ],
         "notes": report.notes,
         "command": launch(report),
-        "gpu_hours": args.gpu_hours,
     }
     print(json.dumps(result, indent=2))
 
@@ -284,9 +283,11 @@ def print_json(report: PlanReport) -> None:
 def print_report(report: PlanReport) -> None:
     from rich.text import Text
 
-    out, args = console(), report.args
+    out, args, model = console(), report.args, report.best.config.model
+    rank = f", r {model.rank}" if model.rank else ""
     facts = {
-        "model": model_words(report.best.config, args.model),
+        "model": f"{args.model}: {model.family}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}{rank}; "
+        f"{format_count(parameter_count(model))} parameters",
         "hardware": f"{args.gpus} x {report.request.hardware.title}",
     }
     train = report.best.config.train
@@ -305,8 +306,6 @@ def print_report(report: PlanReport) -> None:
         seconds = train.steps * report.best.time.seconds
         hours = seconds * report.best.time.devices / 3600
         print_fact(out, "  run", f"{train.steps:,} steps take {format_seconds(seconds)}, {hours:,.1f} GPU-hours")
-    if args.gpu_hours is not None:
-        print_fact(out, "  budget", budget(report.best, args.gpu_hours))
     written = " (after --write run.toml)" * (report.command == ["train", "run.toml"] and args.write is None)
     out.print(f"\ncommand{written}", style="bold")
     for line in launch(report):
@@ -320,26 +319,6 @@ def print_report(report: PlanReport) -> None:
         print(printable(f"\n{args.write} written; settings not decided by the plan:", "\n"))
         for line in undecided(report.best.config, asked_keys(args)):
             print_fact(out, "-", line, 2)
-
-
-def budget(best: Plan, gpu_hours: float) -> str:
-    """How far a budget gets. Which size of model is best for it depends on losses, which are not predicted."""
-    seconds = 3600 * gpu_hours / best.time.devices
-    tokens = seconds * best.time.tokens_per_second
-    return (
-        f"{gpu_hours:,.6g} GPU-hours, {format_duration(seconds)} on {best.time.devices} GPUs, train {format_count(tokens)} tokens, "
-        f"{tokens / parameter_count(best.config.model):,.3g} per parameter, in {seconds / best.time.seconds:,.0f} steps "
-        "(not a claim about the best size of model)"
-    )
-
-
-def model_words(config: Config, name: str) -> str:
-    model = config.model
-    rank = f", r {model.rank}" if model.rank else ""
-    return (
-        f"{name}: {model.family}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}{rank}; "
-        f"{format_count(parameter_count(model))} parameters"
-    )
 
 
 def print_plan(out: "Console", plan: Plan, hardware: Hardware) -> None:

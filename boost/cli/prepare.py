@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.cli.terminal import add_options, print_rows
+from boost.errors import DataError
 from boost.format import format_bytes
 from boost.text import JsonObject, printable
 
@@ -24,15 +25,14 @@ examples:
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
   boost prepare --from-tokens my_text_document.idx --tokenizer gpt2 --out data/mine
-  boost prepare --chat chats.jsonl --tokenizer models/llama-chat      conversations; the loss covers only the assistant's words
   boost prepare --hf allenai/c4:en --max-tokens 1300000000 --heldout-split validation --max-heldout-tokens 10000000 \\
-                --tokenizer t5-base --out data/c4       or run the whole recipe: boost recipe c4-60m
+                --tokenizer t5-base --out data/c4       as in examples/recipes/c4-60m.sh
 
 Without --out, the store is data/stdlib or data/NAME, where NAME comes from the first input. Running the same command
 again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
 one is complete. After a crash, a broken connection or a full disk, run the same command to continue (it saves every 30 s).
 
-The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array), .csv .tsv,
+The suffix determines the format: .jsonl .ndjson (one JSON object per line), .json (the same, or one array),
 .parquet, .arrow, and save_to_disk folders; anything else is text, one document per file. Of a folder with splits (train,
 validation, test), only the train split is read. .gz .zst .bz2 .xz are decompressed, CRLF line breaks become LF, and
 documents of more than 16M characters are split. In folders, unreadable files are skipped and reported; a file that you
@@ -53,8 +53,6 @@ OPTIONS = {
     "read",
     "--from-tokens PATH": "read token ids written by another tool; --tokenizer names the tokenizer that produced them",
     "--token-dtype {uint16,uint32}": "type of the ids in a .bin file without a header (default: %(default)s)",
-    "--chat": "read the inputs as conversations (messages, ShareGPT or Alpaca, in JSON or tables, or an --hf dataset), format them "
-    "with the chat template in the --tokenizer folder, and mask the loss so that only the assistant's words count",
     "--out STORE": "folder of the token store (default: data/NAME, named after the first input)",
     "--tokenizer TOKENIZER": "train:SIZE for a new byte-level BPE, a tokenizer.json or its folder, or a name on the Hugging Face "
     "Hub (default: %(default)s)",
@@ -71,6 +69,12 @@ OPTIONS = {
 }
 
 
+NOT_FOR_TOKENS = (
+    "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
+)  # fmt: skip
+"""Options that token files do not support. Passing one is an error, so that none is silently ignored."""
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "prepare",
@@ -81,7 +85,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="text, JSON, CSV, Parquet or Arrow files, compressed or not, or folders of them",
+        help="text, JSON, Parquet or Arrow files, compressed or not, or folders of them",
     )
     add_options(
         parser, OPTIONS, hf_split="train", token_dtype="uint16", tokenizer="train:4096", heldout=0.02, heldout_from=[]
@@ -90,13 +94,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    from boost.data.prepare import PrepareOptions, prepare
+    from boost.data.from_tokens import prepare_tokens
+    from boost.data.options import PrepareOptions, TokenOptions
+    from boost.data.prepare import prepare
 
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(PrepareOptions)}
-    first = args.inputs or [args.from_tokens] * bool(args.from_tokens)
-    given |= {key: tuple(given[key]) for key in ("inputs", "heldout_from")}
-    options = PrepareOptions(**given | {"out": Path(args.out or default_out(first, args.hf, args.stdlib))})
-    result = prepare(options, None if args.json else progress_display())
+    kind = PrepareOptions if args.from_tokens is None else TokenOptions
+    unused = [f"--{name.replace('_', '-')}" for name in NOT_FOR_TOKENS if getattr(args, name)]
+    if kind is TokenOptions and unused:
+        flags = " and ".join(unused).replace("--inputs", "INPUT")
+        raise DataError(f"--from-tokens cannot be combined with {flags}; remove one of them")
+    first = args.inputs or [args.from_tokens] * (kind is TokenOptions)
+    args.out = Path(args.out or default_out(first, args.hf, args.stdlib))
+    args.inputs, args.heldout_from = tuple(args.inputs), tuple(args.heldout_from)
+    options = kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
+    progress = None if args.json else progress_display()
+    result = prepare(options, progress) if isinstance(options, PrepareOptions) else prepare_tokens(options, progress)
     if args.json:
         print(json.dumps(as_json(result), indent=2))
     else:
@@ -148,7 +160,6 @@ def print_report(result: "PrepareResult") -> None:
     _print_reasons(report["sources"], "notes")
     _print_reasons(report["sources"], "skipped")
     headings = {"documents": "documents", "bytes": "bytes", "tokens": "tokens"}
-    headings |= {"targets": "in the loss"} if result.store.is_masked else {}
     rows = []
     for name, split in report["splits"].items():
         entropy = f"{split['unigram_entropy']:.4f} nats/token"

@@ -62,7 +62,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     # Handle signals before importing torch, which takes several seconds.
     with StopRequest():
-        return _run(args, *check(args))
+        config, faults = check(args)
+        try:
+            return _check_and_train(args, config, faults)
+        except StoppedError as stop:
+            print(f"stopped by {stop} during startup, before the first step; nothing was lost")
+            return 0
 
 
 def check(args: argparse.Namespace) -> tuple[Config, list[Fault]]:
@@ -73,20 +78,6 @@ def check(args: argparse.Namespace) -> tuple[Config, list[Fault]]:
     for path in filter(None, (config.distill.teacher, args.resume if args.resume != "auto" else None)):
         require_checkpoint_folder(path)
     return config, [parse_fault(text, config.train.steps, config.parallel.world_size) for text in args.inject_fault]
-
-
-def train_config(config: Config) -> int:
-    """Trains a configuration from its latest checkpoint, or from the start. Returns the exit code. Raises BoostError."""
-    with StopRequest():
-        return _run(argparse.Namespace(resume="auto", start_from=None, restart=False), config, [])
-
-
-def _run(args: argparse.Namespace, config: Config, faults: list[Fault]) -> int:
-    try:
-        return _check_and_train(args, config, faults)
-    except StoppedError as stop:
-        print(f"stopped by {stop} during startup, before the first step; nothing was lost")
-        return 0
 
 
 def _check_and_train(args: argparse.Namespace, config: Config, faults: list[Fault]) -> int:

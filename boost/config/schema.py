@@ -125,6 +125,9 @@ class ParallelConfig(Tagged):
 BF16_WEIGHTS_COST = "held-out loss 8.18 instead of 7.30 after 200 steps at lr 2e-4, 5.95 instead of 5.93 at 3e-3"
 """Measured with a small model whose weights and moments are in bfloat16 (benchmarks/precision.json)."""
 
+TOKENS_PER_PARAMETER = 20
+"""Tokens per parameter in a compute-optimal run (arXiv 2203.15556)."""
+
 
 class TrainConfig(Section):
     """The training loop: length, precision, and intervals."""

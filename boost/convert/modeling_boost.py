@@ -20,19 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-try:
-    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-    from transformers.core_model_loading import Transpose, WeightConverter
-except ImportError:  # transformers 4 cannot transpose weights while it loads them
-    CONVERTS = False
-else:
-    CONVERTS = True
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The cache argument's name in the installed transformers: `cache` since 5.24, `past_key_values` before. Before 5.24, `cache` was
@@ -112,8 +106,8 @@ class BoostConfig(PretrainedConfig):
         self.mlp_silu = mlp_silu
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.attn_bias, self.qk_norm, self.nope_layers = attn_bias, qk_norm, nope_layers or []
-        style = (Qwen3Config.base_model_tp_plan or {}).get("layers.*.self_attn.q_norm")
-        if qk_norm and style and self.base_model_tp_plan:  # sums the gradients of the norms; transformers 4 does not
+        style = (Qwen3Config.base_model_tp_plan or {})["layers.*.self_attn.q_norm"]  # sums the gradients of the norms
+        if qk_norm and self.base_model_tp_plan:
             self.base_model_tp_plan = {  # type: ignore[misc]
                 **self.base_model_tp_plan,
                 **{f"layers.*.self_attn.{name}_norm": style for name in "qk"},
@@ -171,9 +165,9 @@ class BoostEmbedding(nn.Embedding):
 class BoostBottleneck(nn.Module):
     """y = B act(A x): A and B are `nn.Linear` with weights [r, I] and [O, r], so that peft can adapt them.
 
-    Files in the official CoLA format store the transposes cola_a [I, r] and cola_b [r, O]. transformers 5 converts them when
-    loading and saving; with transformers 4, the parameters are the transposes. With latent gates, every block except the first adds
-    the gated latents h of the same linear in the previous block.
+    Files in the official CoLA format store the transposes cola_a [I, r] and cola_b [r, O]. transformers converts them when
+    loading and saving. With latent gates, every block except the first adds the gated latents h of the same linear in the previous
+    block.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
@@ -181,14 +175,9 @@ class BoostBottleneck(nn.Module):
         rank = config.rank_of(layer, slot)
         self.silu = config.latent_act == "silu"
         self.gate = config.gate if layer > 0 else "none"
-        self.transposed = config.model_type == "cola" and not CONVERTS
-        if self.transposed:
-            self.cola_a = nn.Parameter(torch.empty(d_in, rank))
-            self.cola_b = nn.Parameter(torch.empty(rank, d_out))
-        else:
-            self.A = nn.Linear(d_in, rank, bias=False)
-            has_bias = config.attn_bias != "none" and slot.removeprefix("attn.") in config.attn_bias
-            self.B = nn.Linear(rank, d_out, bias=has_bias)
+        self.A = nn.Linear(d_in, rank, bias=False)
+        has_bias = config.attn_bias != "none" and slot.removeprefix("attn.") in config.attn_bias
+        self.B = nn.Linear(rank, d_out, bias=has_bias)
         if self.gate != "none":
             self.norm_weight = nn.Parameter(torch.ones(rank))
             self.norm_bias = nn.Parameter(torch.zeros(rank))
@@ -202,14 +191,14 @@ class BoostBottleneck(nn.Module):
 
     def forward(self, x_BSI: Tensor, prev_latents_BSr: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns y [B, S, O], and the latents h [B, S, r] for the next block."""
-        u_BSr = x_BSI @ self.cola_a if self.transposed else self.A(x_BSI)
+        u_BSr = self.A(x_BSI)
         if self.gate != "none":
             u_BSr = u_BSr + self._gated(prev_latents_BSr)
             # Weight and bias are applied outside: on CPUs, layer_norm's backward would sum their gradients in u's dtype.
             u_BSr = F.layer_norm(u_BSr, u_BSr.shape[-1:], eps=LATENT_EPS)
             u_BSr = torch.addcmul(self.norm_bias.to(u_BSr.dtype), u_BSr, self.norm_weight.to(u_BSr.dtype))
         h_BSr = F.silu(u_BSr) if self.silu else u_BSr
-        return h_BSr @ self.cola_b if self.transposed else self.B(h_BSr), h_BSr
+        return self.B(h_BSr), h_BSr
 
     def _gated(self, h_BSr: Any) -> Tensor:
         if self.gate == "dense":
@@ -343,7 +332,7 @@ class BoostPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initializes a model that is created from a configuration. Does not apply to weights loaded from a checkpoint."""
         if isinstance(module, BoostBottleneck):
-            a, b = (module.cola_a.T, module.cola_b.T) if module.transposed else (module.A.weight, module.B.weight)
+            a, b = module.A.weight, module.B.weight
             std = a.shape[0] ** -0.25 * (a.shape[1] + b.shape[0]) ** -0.25
             for name, weight in module.named_parameters():
                 if name == "B.bias":
@@ -519,10 +508,9 @@ if (_server := sys.modules.get("transformers.cli.serving.model_manager")) is not
     for _class in (BoostForCausalLM, ColaForCausalLM):
         setattr(_server.transformers, _class.__name__, _class)
 
-if CONVERTS:
-    for _model in (ColaModel, ColaForCausalLM):
-        register_checkpoint_conversion_mapping(
-            _model.__name__,
-            [WeightConverter(f"_proj.cola_{x.lower()}", f"_proj.{x}.weight", operations=[Transpose()]) for x in "AB"],
-            overwrite=True,
-        )
+for _model in (ColaModel, ColaForCausalLM):
+    register_checkpoint_conversion_mapping(
+        _model.__name__,
+        [WeightConverter(f"_proj.cola_{x.lower()}", f"_proj.{x}.weight", operations=[Transpose()]) for x in "AB"],
+        overwrite=True,
+    )

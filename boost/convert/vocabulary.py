@@ -1,14 +1,11 @@
 """Tokenizers, chat templates and generation settings of Hugging Face folders. Import keeps them; export restores them."""
 
 import json
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.convert.formats import read_json
-from boost.data.chat import Prompter, load_chat_template
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 from boost.paths import file_name, read_text
@@ -235,21 +232,6 @@ def merged_tokenizer_config(ours: JsonObject, hub: JsonObject) -> JsonObject:
     if hub.get("chat_templates"):
         merged["split_special_tokens"] = split
     return merged
-
-
-def load_template_of(checkpoint: Checkpoint) -> Prompter | None:
-    """Returns the chat template function of a checkpoint, from its own files or from the folder that it was imported from."""
-    hub = checkpoint.data.get(HUB) or {}
-    if (checkpoint.path / TEMPLATE_FILE).is_file() or not hub.get("chat_templates"):
-        return load_chat_template(checkpoint.path)
-    with tempfile.TemporaryDirectory(prefix="boost-chat-") as temporary:
-        folder = Path(temporary)
-        shutil.copy(checkpoint.tokenizer, folder / "tokenizer.json")
-        (folder / "tokenizer_config.json").write_text(json.dumps(merged_tokenizer_config({}, hub)), encoding="utf-8")
-        for name, text in template_files(checkpoint).items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
-        return load_chat_template(folder)
 
 
 def merged_generation_config(ours: JsonObject, hub: JsonObject) -> JsonObject:

@@ -1,8 +1,7 @@
 """Turns a token store into batches. The order of samples depends only on (seed, step), not on the number of processes.
 
 Sample i in a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S tokens are
-targets. In a split with a loss mask, samples are packed documents, and only the tokens in the mask are targets
-(`PackedWindows`). A mixture's samples are those from its first store, then those from its second store, and so on.
+targets. A mixture's samples are those from its first store, then those from its second store, and so on.
 Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 """
 
@@ -12,7 +11,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,94 +77,6 @@ class ShuffledOrder:
         return int(self._permute(index, max_index=self._n_samples - 1, seed=seed, rounds=4))
 
 
-class Segment(NamedTuple):
-    """Consecutive tokens in a split: n inputs from `start`, and the target that follows each of them. A segment takes n + 1
-    positions in a sequence, because its last target is also an input, one without a target. The last in a sample takes only n."""
-
-    start: int
-    n_inputs: int
-
-
-class EqualWindows:
-    """Samples with one segment: windows of S consecutive inputs. A shorter last window is kept only if `partial`."""
-
-    def __init__(self, n_tokens: int, seq_len: int, partial: bool) -> None:
-        self._targets, self._seq_len = max(n_tokens - 1, 0), seq_len
-        self._length = -(-self._targets // seq_len) if partial else self._targets // seq_len
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[Segment, ...]:
-        start = index * self._seq_len
-        return (Segment(start, min(self._seq_len, self._targets - start)),)
-
-
-class PackedWindows:
-    """Samples with several segments: whole documents, longest first, each placed in the fullest sequence that has room
-    for it (best-fit decreasing).
-
-    Only documents with more than S + 1 tokens are split, into segments of S inputs and a remainder; the last target in each is the
-    first input in the next. Segments without a target are omitted. Samples, and a sample's segments, are in the order of the split.
-
-    Takes 12 bytes per document and 8 bytes per sample. Building takes about 1 s per million documents.
-    """
-
-    def __init__(self, split: Split, seq_len: int) -> None:
-        assert split.targets is not None, "only splits with a loss mask are packed"
-        # Start and number of inputs for every segment with a target, in order; both [n].
-        bounds = np.asarray(split.documents[:], dtype=np.int64)
-        inputs = np.maximum(np.diff(bounds) - 1, 0)
-        counts = -(-inputs // seq_len)
-        document = np.repeat(np.arange(len(inputs)), counts)
-        number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = bounds[document] + number * seq_len
-        n_inputs = np.minimum(inputs[document] - number * seq_len, seq_len)
-        useful = split.targets.before(starts + 1 + n_inputs) > split.targets.before(starts + 1)
-        starts, n_inputs = starts[useful], n_inputs[useful]
-        # Samples are numbered in the order in which their first segments appear.
-        _, first, numbers = np.unique(_best_fit(n_inputs + 1, seq_len + 1), return_index=True, return_inverse=True)
-        sample_of = np.argsort(np.argsort(first))[numbers]
-        order = np.argsort(sample_of, kind="stable")
-        self._starts, self._n_inputs = starts[order], n_inputs[order].astype(np.int32)
-        self._first = np.concatenate([[0], np.cumsum(np.bincount(sample_of))]).astype(np.int64)
-        """Index of the first segment in each sample, followed by the total number of segments."""
-
-    def __len__(self) -> int:
-        return len(self._first) - 1
-
-    def __getitem__(self, index: int) -> tuple[Segment, ...]:
-        segments = range(self._first[index], self._first[index + 1])
-        return tuple(Segment(int(self._starts[i]), int(self._n_inputs[i])) for i in segments)
-
-
-def windows_of(split: Split, seq_len: int, partial: bool) -> EqualWindows | PackedWindows:
-    """The samples in a split: packed if it has a loss mask. `partial`: see `EqualWindows`."""
-    if split.targets is not None:
-        return PackedWindows(split, seq_len)
-    return EqualWindows(split.n_tokens, seq_len, partial)
-
-
-def _best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
-    """The sample for each segment, [n]: largest segments first, each placed in the fullest sample that has room for it."""
-    sample_of = np.empty(len(sizes), dtype=np.int64)
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms, n_samples = 0, 0  # bit r of `rooms`: whether some sample has room r
-    for segment in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[segment])
-        if enough := rooms >> size:
-            room = size + (enough & -enough).bit_length() - 1
-            sample = with_room[room].pop()
-            rooms ^= 0 if with_room[room] else 1 << room
-        else:
-            room, sample, n_samples = capacity, n_samples, n_samples + 1
-        sample_of[segment] = sample
-        if left := room - size:
-            with_room[left].append(sample)
-            rooms |= 1 << left
-    return sample_of
-
-
 class Batches:
     """Training batches from a split: every sample once per epoch, in a new order each epoch; batches may span two epochs.
 
@@ -183,8 +93,7 @@ class Batches:
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
         self._documents = documents
         self.splits = [split] if isinstance(split, Split) else list(split.parts)
-        self._windows = [_windows(part, seq_len) for part in self.splits]
-        self.samples_of = [len(windows) for windows in self._windows]
+        self.samples_of = [_n_samples(part, seq_len) for part in self.splits]
         """Number of samples in each store."""
         self._first = list(itertools.accumulate(self.samples_of, initial=0))
         self.n_samples = self._first[-1]
@@ -210,30 +119,29 @@ class Batches:
     def samples(self, indices: Sequence[int]) -> Batch:
         """The samples with these indices, one per row."""
         sources = [bisect.bisect_right(self._first, index) - 1 for index in indices]
-        rows = [(self.splits[i], self._windows[i][n - self._first[i]]) for i, n in zip(sources, indices, strict=True)]
+        rows = [(self.splits[i], n - self._first[i]) for i, n in zip(sources, indices, strict=True)]
         return _rows(rows, self.seq_len, self._documents)
 
 
-def _windows(split: Split, seq_len: int) -> EqualWindows | PackedWindows:
-    """The windows in a training split. Raises `DataError` if it has none or too many."""
-    windows = windows_of(split, seq_len, partial=False)
-    if not len(windows):
+def _n_samples(split: Split, seq_len: int) -> int:
+    """Number of whole windows in a training split. Raises `DataError` if it has none or too many."""
+    number = (split.n_tokens - 1) // seq_len
+    if number < 1:
         raise DataError(
             f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, but one sequence needs at least "
             f"{seq_len} + 1; set train.seq_len to {max(split.n_tokens - 1, 1)} or less, or prepare more text"
         )
-    if len(windows) > MAX_SAMPLES:
+    if number > MAX_SAMPLES:
         smallest = -(-split.n_tokens // MAX_SAMPLES)
         raise DataError(
-            f"{split.path}: {len(windows)} sequences of {seq_len} tokens exceed the limit of {MAX_SAMPLES}; "
+            f"{split.path}: {number} sequences of {seq_len} tokens exceed the limit of {MAX_SAMPLES}; "
             f"set train.seq_len to {smallest} or more"
         )
-    return windows
+    return number
 
 
 class EvaluationBatches:
-    """Windows from the split in order, `batch` rows at a time. Every token except the first is a target exactly once;
-    with a loss mask, only the tokens in the mask are targets.
+    """Windows from the split in order, `batch` rows at a time. Every token except the first is a target exactly once.
 
     Targets beyond the end are `IGNORED`. All DP ranks yield the same number of batches, padded with rows without targets,
     because every rank must participate in the collectives. `max_tokens` limits evaluation to as many windows as fit, at least
@@ -257,8 +165,7 @@ class EvaluationBatches:
             )
         self._split, self._seq_len, self._batch, self._dp_rank, self._dp = split, seq_len, batch, dp_rank, dp
         self._documents = documents
-        self._windows = windows_of(split, seq_len, partial=True)
-        self._selected = len(self._windows)
+        self._windows = self._selected = -(-(split.n_tokens - 1) // seq_len)
         if max_tokens is not None:
             self._selected = min(self._selected, max(max_tokens // seq_len, 1))
 
@@ -268,11 +175,10 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[Batch]:
         for step in range(len(self)):
             first = (step * self._dp + self._dp_rank) * self._batch
-            numbers = range(first, first + self._batch)
-            samples = [
-                self._windows[i * len(self._windows) // self._selected] if i < self._selected else () for i in numbers
+            numbers = [
+                min(i, self._selected) * self._windows // self._selected for i in range(first, first + self._batch)
             ]
-            yield _rows([(self._split, segments) for segments in samples], self._seq_len, self._documents)
+            yield _rows([(self._split, number) for number in numbers], self._seq_len, self._documents)
 
 
 class DocumentBatches:
@@ -281,7 +187,7 @@ class DocumentBatches:
 
     Each row [S] holds the first S tokens of a document, the last replaced by eos. Documents are in order, `batch` rows at a time.
 
-    Targets beyond a document or outside the loss mask are `IGNORED`; a document's first token is not a target. All DP ranks yield
+    Targets beyond a document are `IGNORED`; a document's first token is not a target. All DP ranks yield
     the same number of batches. `max_tokens` limits evaluation to the first documents that together reach this many
     tokens, and at least one document. `len` is the number of batches.
     """
@@ -310,37 +216,31 @@ class DocumentBatches:
                 document = self._split.window(start, length)
                 document[-1] = self._split.eos
                 tokens[row, : length - 1], targets[row, : length - 1] = document[:-1], document[1:]
-                if self._split.targets is not None:
-                    targets[row, : length - 1][~self._split.targets.counted(start + 1, length - 1)] = IGNORED
             yield Batch(tokens, targets, np.zeros((self._batch, self._seq_len), dtype=np.int32))
 
 
-def _rows(rows: Sequence[tuple[Split, Sequence[Segment]]], seq_len: int, documents: bool) -> Batch:
-    """The rows [S] of samples, each padded with a separate document. `documents`: see `Batches`."""
+def _rows(samples: Sequence[tuple[Split, int]], seq_len: int, documents: bool) -> Batch:
+    """A row [S] for each (split, index of a window), padded with a separate document; an index beyond the last window gives only
+    padding. `documents`: see `Batches`."""
     batch = Batch(
-        np.empty((len(rows), seq_len), dtype=np.int64),
-        np.empty((len(rows), seq_len), dtype=np.int64),
-        np.zeros((len(rows), seq_len), dtype=np.int32),
+        np.empty((len(samples), seq_len), dtype=np.int64),
+        np.empty((len(samples), seq_len), dtype=np.int64),
+        np.zeros((len(samples), seq_len), dtype=np.int32),
     )
-    each = zip(rows, batch.tokens, batch.targets, batch.document_ids, strict=True)
-    for (split, segments), tokens, targets, ids in each:
-        at, document = 0, 0
-        for number, segment in enumerate(segments, start=1):
-            window, end = split.read(segment.start, segment.n_inputs + 1), at + segment.n_inputs
-            tokens[at:end], targets[at:end] = window[:-1], window[1:]
-            if split.targets is not None:
-                targets[at:end][~split.targets.counted(segment.start + 1, segment.n_inputs)] = IGNORED
+    rows = zip(samples, batch.tokens, batch.targets, batch.document_ids, strict=True)
+    for (split, index), tokens, targets, ids in rows:
+        start = index * seq_len
+        end = min(max(split.n_tokens - 1 - start, 0), seq_len)
+        document = 0
+        if end:
+            window = split.read(start, end + 1)
+            tokens[:end], targets[:end] = window[:-1], window[1:]
             if documents:
-                ids[at:end] = document + split.document_ids(segment.start, segment.n_inputs)
+                ids[:end] = split.document_ids(start, end)
                 document = ids[end - 1] + 1
-            if number < len(segments):
-                tokens[end], targets[end], ids[end] = window[-1], IGNORED, ids[end - 1]
-                end += 1
-            at = end
-        if at < seq_len:
-            tokens[at:], targets[at:], ids[at:] = split.eos, IGNORED, document
-    if max(batch.tokens.max(), batch.targets.max()) > min(split.limit for split, _ in rows):
-        for split, segments in rows:  # raises an error, unless the store of another row has the lower limit
-            for segment in segments:
-                split.window(segment.start, segment.n_inputs + 1)
+        tokens[end:], targets[end:], ids[end:] = split.eos, IGNORED, document
+    if max(batch.tokens.max(), batch.targets.max()) > min(split.limit for split, _ in samples):
+        for split, index in samples:  # raises an error, unless the store of another row has the lower limit
+            start = min(index * seq_len, split.n_tokens)
+            split.window(start, min(seq_len + 1, split.n_tokens - start))
     return batch

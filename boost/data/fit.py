@@ -1,9 +1,9 @@
 """Checks that token stores match a configuration, before processes start and again in each of them."""
 
+import math
 from pathlib import Path
 
 from boost.config import Config
-from boost.config.recipes import prepare_command
 from boost.data.batches import Batches, EvaluationBatches
 from boost.data.mixture import Corpus
 from boost.data.store import TokenStore, is_missing
@@ -30,6 +30,23 @@ def open_corpus(config: Config, progress: Progress = iter, until_stopped: Progre
     for store in corpus.stores:
         EvaluationBatches(store.split("heldout"), train.seq_len, train.micro_batch)
     return corpus
+
+
+def prepare_command(config: Config, store: str) -> str:
+    """The command that creates a token store of the configuration, for an error message."""
+    weights, train = config.data.sources, config.train
+    first, name = next(iter(weights)), Path(store).name
+    if name == "c4":  # of the published presets
+        tokens = train.steps * train.global_batch * train.seq_len * weights[store] / sum(weights.values())
+        return (
+            f"boost prepare --hf allenai/c4:en --max-tokens {math.ceil(tokens)} --heldout-split validation "
+            f"--max-heldout-tokens 10000000 --tokenizer t5-base --out {store}"
+        )
+    if store != first:  # a mixture has one tokenizer
+        return f"boost prepare INPUT --tokenizer {first} --out {store}"
+    if name == "stdlib":
+        return f"boost prepare --stdlib --out {store}"
+    return f"boost prepare INPUT --tokenizer train:{config.model.vocab_size} --out {store}"
 
 
 def check_vocabulary(config: Config, store: TokenStore) -> None:

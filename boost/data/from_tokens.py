@@ -11,8 +11,10 @@ The ids are copied, not linked, because a store has document offsets and ends ea
 also no longer match if another tool rewrote linked files.
 """
 
+import contextlib
 import json
 import struct
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,13 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import FileArray
-from boost.data.options import PrepareOptions, Progress
+from boost.data.options import PrepareResult, Progress, TokenOptions
 from boost.data.report import FileReport, PrepareReport
 from boost.data.sources import require_unchanged
 from boost.data.split import choose_split
-from boost.data.store import token_dtype
-from boost.data.tokenizer import find_eos, load_tokenizer, vocabulary_size
-from boost.data.writer import TokenWriter, store_meta
+from boost.data.store import TokenStore, token_dtype
+from boost.data.tokenizer import find_eos, load_tokenizer, parse_training, tokenizer_identity, vocabulary_size
+from boost.data.writer import TokenWriter, fingerprint_of, new_store, store_meta
 from boost.errors import DataError
 
 if TYPE_CHECKING:
@@ -189,8 +191,7 @@ whether the document ends with them, and the file's report."""
 class TokenInput:
     """The files for `--from-tokens`. The constructor lists them and checks their headers. Raises `DataError`."""
 
-    def __init__(self, options: PrepareOptions) -> None:
-        assert options.from_tokens is not None
+    def __init__(self, options: TokenOptions) -> None:
         self.name = options.from_tokens
         self._dtype = options.token_dtype
         self.files = open_token_files(Path(self.name), self._dtype, "train" if options.heldout_from else None)
@@ -243,9 +244,30 @@ class TokenInput:
                 require_unchanged(path, about.st_size, about.st_mtime_ns)
 
 
-def build_from_tokens(
-    options: PrepareOptions, tokens: TokenInput, fingerprint: str, folder: Path, progress: Progress
-) -> None:
+def prepare_tokens(options: TokenOptions, progress: Progress | None = None) -> PrepareResult:
+    """Builds the token store `options.out` from the ids of another tool, as `boost.data.prepare.prepare` does from text. Raises the
+    same errors, and `DataError` for ids outside the vocabulary."""
+    started = time.monotonic()
+    progress = progress or Progress()
+    if parse_training(options.tokenizer):
+        raise DataError(
+            f"--from-tokens {options.from_tokens} needs the tokenizer that produced the ids; pass it with --tokenizer, such as "
+            "gpt2 or its tokenizer.json"
+        )
+    tokens = TokenInput(options)
+    fingerprint = fingerprint_of(
+        tokens=tokens.fingerprint(),
+        tokenizer=tokenizer_identity(options.tokenizer, options.eos),
+        options=[options.eos, options.heldout],
+    )
+    with new_store(options.out, fingerprint, options.overwrite) as unfinished:
+        if unfinished is not None:
+            with contextlib.closing(progress):
+                _build(options, tokens, fingerprint, unfinished.folder, progress)
+    return PrepareResult(TokenStore.open(options.out), unfinished is None, time.monotonic() - started)
+
+
+def _build(options: TokenOptions, tokens: TokenInput, fingerprint: str, folder: Path, progress: Progress) -> None:
     """Fills the folder of a new store. Raises `DataError` for ids outside the vocabulary, and if a split is empty."""
     report, scanned = PrepareReport(), PrepareReport()
     tokenizer = load_tokenizer(options.tokenizer, report.notes)

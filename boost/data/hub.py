@@ -8,10 +8,8 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
-from boost.data.conversations import document_of, records_of
 from boost.data.readers import Document, accept, note_unread, require
 from boost.data.report import PrepareReport
 from boost.errors import DataError
@@ -40,13 +38,10 @@ class HubSource:
 
     size: int | None = None
 
-    def __init__(
-        self, spec: str, split: str = "train", text_field: str = "text", revision: str | None = None, chat: bool = False
-    ) -> None:
-        """`chat`: the rows are conversations."""
+    def __init__(self, spec: str, split: str = "train", text_field: str = "text", revision: str | None = None) -> None:
         self.dataset, _, config = spec.partition(":")
         self.config = config or None
-        self.split, self.text_field, self.revision, self.chat = split, text_field, revision, chat
+        self.split, self.text_field, self.revision = split, text_field, revision
         self._commit: str | None = None
         self.name = f"Hugging Face {spec} ({split})"
         self._mark: JsonObject = {"stream": None, "row": 0, "next": None}
@@ -76,16 +71,14 @@ class HubSource:
             self._row += 1
             if self._row <= continues_at:
                 continue
-            if not self.chat and self.text_field not in row:
+            if self.text_field not in row:
                 columns = ", ".join(map(str, list(row)[:20]))
                 raise DataError(
                     f"{self.dataset}: no column {self.text_field!r}; choose one with --text-field: {columns}"
                 )
-            if not self.chat and self._row == 1:
+            if self._row == 1:
                 note_unread(entry, row.keys() - {self.text_field})
-            document = (
-                document_of(row, key, where, entry) if self.chat else accept(row[self.text_field], key, where, entry)
-            )
+            document = accept(row[self.text_field], key, where, entry)
             if document is not None:
                 report.consumed += len(document.text)
                 self._consumed = report.consumed
@@ -108,12 +101,9 @@ class HubSource:
                 stream = datasets.load_dataset(
                     self.dataset, self.config, split=self.split, streaming=True, revision=self._commit or self.revision
                 )
-                # As tables, which tell null within JSON from a field that the row does not have.
-                stream = stream.with_format("arrow") if self.chat else stream
                 if self._mark["stream"] is not None:
                     stream.load_state_dict(self._mark["stream"])
                 rows, state, number = iter(stream), self._mark["stream"], self._mark["row"]
-                rows = chain.from_iterable(map(records_of, rows)) if self.chat else rows
                 while (row := next(rows, None)) is not None:
                     if number == self._mark["row"] and self._mark["next"] not in (None, _digest(row)):
                         raise DataError(

@@ -1,17 +1,23 @@
-"""The options of `boost prepare`, and its progress callbacks."""
+"""The options of `boost prepare`, for text and for token ids, and its progress callbacks."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from boost.errors import DataError
+
+if TYPE_CHECKING:
+    from boost.data.store import TokenStore
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options of `boost prepare`."""
+    """Options of `boost prepare` for text. Raises `DataError` if one is not valid."""
 
     out: Path
     """Folder for the token store."""
     inputs: tuple[str, ...] = ()
-    """Text, JSON, CSV, Parquet or Arrow files, or folders of such files."""
+    """Text, JSON, Parquet or Arrow files, or folders of such files."""
     stdlib: bool = False
     """Read the Python standard library on this machine."""
     hf: str | None = None
@@ -20,10 +26,6 @@ class PrepareOptions:
     """Split of the dataset to read."""
     hf_revision: str | None = None
     """Branch, tag or commit of the dataset's repository; None: its main branch. The store records the commit that was read."""
-    from_tokens: str | None = None
-    """Token ids that another tool wrote (`boost.data.from_tokens`), instead of text."""
-    token_dtype: str = "uint16"
-    """`uint16` or `uint32`: type of the ids in a .bin file without a header."""
     tokenizer: str = "train:4096"
     """`train:SIZE`, a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
     eos: str | None = None
@@ -35,17 +37,67 @@ class PrepareOptions:
     heldout_split: str | None = None
     """Split of the dataset that becomes the held-out text, instead of a fraction of the documents."""
     heldout_from: tuple[str, ...] = ()
-    """Files or folders that become the held-out text (or token ids), instead of a fraction of the documents."""
+    """Files or folders that become the held-out text, instead of a fraction of the documents."""
     max_documents: int | None = None
     """Stop after this many documents, not counting those of `heldout_split` and `heldout_from`."""
     max_tokens: int | None = None
     """Stop after the document that reaches this many training tokens."""
     max_heldout_tokens: int | None = None
     """The same limit for the held-out split."""
-    chat: bool = False
-    """The inputs are conversation files, and `tokenizer` is a folder with a chat template."""
     overwrite: bool = False
     """Replace an existing store that was made from different input."""
+
+    def __post_init__(self) -> None:
+        _require_fraction(self.heldout)
+        for name in ("max_documents", "max_tokens", "max_heldout_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise DataError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if self.hf_revision is not None and self.hf is None:
+            raise DataError(f"--hf-revision {self.hf_revision} has no effect without --hf; remove it")
+        if self.heldout_split is not None and (self.hf is None or self.heldout_from):
+            problem = "conflicts with --heldout-from; use one of them" if self.heldout_from else "needs --hf"
+            raise DataError(f"--heldout-split {self.heldout_split} {problem}")
+        if self.heldout_split is not None and self.heldout_split == self.hf_split:
+            raise DataError(f"--heldout-split {self.heldout_split} is also the training split; choose another split")
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """Options of `boost prepare --from-tokens`. Raises `DataError` if one is not valid."""
+
+    out: Path
+    """Folder for the token store."""
+    from_tokens: str
+    """Token ids that another tool wrote (`boost.data.from_tokens`)."""
+    tokenizer: str
+    """The tokenizer that produced the ids: a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
+    token_dtype: str = "uint16"
+    """`uint16` or `uint32`: type of the ids in a .bin file without a header."""
+    eos: str | None = None
+    """As in `PrepareOptions`."""
+    heldout: float = 0.02
+    """As in `PrepareOptions`."""
+    heldout_from: tuple[str, ...] = ()
+    """Files that become the held-out ids, instead of a fraction of the documents."""
+    overwrite: bool = False
+    """As in `PrepareOptions`."""
+
+    def __post_init__(self) -> None:
+        _require_fraction(self.heldout)
+
+
+def _require_fraction(heldout: float) -> None:
+    if not 0.0 < heldout < 1.0:
+        raise DataError(f"--heldout {heldout} must be a fraction between 0 and 1, such as 0.05")
+
+
+@dataclass(frozen=True)
+class PrepareResult:
+    """The finished store, whether it already existed, and the seconds it took."""
+
+    store: "TokenStore"
+    up_to_date: bool
+    seconds: float
 
 
 class Progress:

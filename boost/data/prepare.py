@@ -1,84 +1,46 @@
 """The implementation of `boost prepare`: sources -> tokenizer -> token store.
 
-`reading.py` reads the sources, `split.py` decides which documents are held out, `encode.py` turns text into tokens, `writer.py`
+`sources.py` reads the sources, `split.py` decides which documents are held out, `encode.py` turns text into tokens, `writer.py`
 publishes a store atomically. A run that was killed continues from its last commit; its store is byte-for-byte identical
 to that of an uninterrupted run.
 """
 
-import hashlib
-import json
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from boost.data.chat import ChatTemplate, Encoded, Rejected
 from boost.data.encode import Encoder, split_text
-from boost.data.from_tokens import TokenInput, build_from_tokens
-from boost.data.hub import HubSource
-from boost.data.options import PrepareOptions, Progress
-from boost.data.readers import Document
-from boost.data.reading import Reading
-from boost.data.sources import FilesSource, Source, StdlibSource
+from boost.data.options import PrepareOptions, PrepareResult, Progress
+from boost.data.sources import Reading, Source, open_sources
 from boost.data.split import SplitRule, choose_split
-from boost.data.store import FORMAT, OFFSET_DTYPE, SPLITS, STORE_FILE, TokenStore, boundaries_of, read_meta, token_dtype
+from boost.data.store import TokenStore, token_dtype
 from boost.data.tokenizer import (
     END_OF_TEXT,
     find_eos,
     load_tokenizer,
     parse_tokenizer,
     parse_training,
-    tokenizer_fingerprint,
+    tokenizer_identity,
     train_tokenizer,
     vocabulary_size,
 )
-from boost.data.writer import TokenWriter, locked, new_store, read_progress, remove, save_progress, sibling, store_meta
+from boost.data.writer import TokenWriter, Unfinished, fingerprint_of, new_store, save_progress, store_meta
 from boost.errors import DataError
-from boost.format import format_count
-from boost.text import JsonObject
-from boost.version import __version__
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["PrepareOptions", "PrepareResult", "Progress", "input_fingerprint", "prepare"]
+__all__ = ["PrepareOptions", "PrepareResult", "Progress", "prepare"]
 
 # The merges in a vocabulary converge long before this much text is read. More text would only cost time and memory.
 TRAINING_CHARS = 1 << 30
-
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "additional_chat_templates/*",
-)  # fmt: skip
 
 COMMIT_S = 30.0
 """Seconds between commits: the most work that a kill can lose."""
 COMMIT_PAUSE = 20.0
 """Minimum pause between commits, relative to the duration of a commit: commits take at most a twentieth of the time."""
-
-
-_CONFLICTS = {
-    "chat": (
-        "stdlib", "from_tokens", "text_field", "heldout_split", "heldout_from", "max_tokens", "max_heldout_tokens",
-    ),
-    "from_tokens": (
-        "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
-    ),
-}  # fmt: skip
-"""Options that conversations and token files do not support. Passing one is an error, so that none is silently ignored."""
-
-
-@dataclass(frozen=True)
-class PrepareResult:
-    """The finished store, whether it already existed, and the seconds it took."""
-
-    store: TokenStore
-    up_to_date: bool
-    seconds: float
 
 
 def prepare(options: PrepareOptions, progress: Progress | None = None) -> PrepareResult:
@@ -90,168 +52,30 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
     """
     started = time.monotonic()
     progress = progress or Progress()
-    _check_options(options)
-    tokens = TokenInput(options) if options.from_tokens is not None else None
-    sources, heldout = ([], []) if tokens else _open_sources(options)
-    fingerprint = input_fingerprint(options, [tokens] if tokens else sources, heldout)
-    out = options.out
-    fresh = (out / STORE_FILE).exists() and _is_current(options, fingerprint)
-    if not fresh:
-        with locked(out):
-            # Checked again under the lock: another process may have restored an older store or finished a new one.
-            fresh = _is_current(options, fingerprint)
-            if not fresh:
-                saved = _progress_of(options, fingerprint)
-                try:
-                    with new_store(out) as folder:
-                        reading = Reading(sources, heldout, options.max_documents, progress)
-                        if tokens:
-                            build_from_tokens(options, tokens, fingerprint, folder, progress)
-                        elif options.chat:
-                            build_chat(options, reading, fingerprint, folder)
-                        else:
-                            _build(options, reading, fingerprint, folder, saved)
-                finally:
-                    progress.close()
-    return PrepareResult(TokenStore.open(out), fresh, time.monotonic() - started)
+    sources, heldout = open_sources(options)
+    fingerprint = _input_fingerprint(options, sources, heldout)
+    with new_store(options.out, fingerprint, options.overwrite) as unfinished:
+        if unfinished is not None:
+            with contextlib.closing(progress):
+                reading = Reading(sources, heldout, options.max_documents, progress)
+                _build(options, reading, fingerprint, unfinished)
+    return PrepareResult(TokenStore.open(options.out), unfinished is None, time.monotonic() - started)
 
 
-def _open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
-    """Returns the sources of text or conversations, and the sources of the held-out split (none if the held-out split is a fraction
-    of the documents). Raises `DataError`."""
-    sources: list[Source] = []
-    heldout: list[Source] = []
-    seen = set[str]()
-    if options.heldout_split is None:
-        heldout += [FilesSource(path, options.text_field, seen) for path in options.heldout_from]
-    elif options.hf is None or options.heldout_from:
-        problem = "conflicts with --heldout-from; use one of them" if options.heldout_from else "needs --hf"
-        raise DataError(f"--heldout-split {options.heldout_split} {problem}")
-    elif options.heldout_split == options.hf_split:
-        raise DataError(f"--heldout-split {options.heldout_split} is also the training split; choose another split")
-    else:
-        heldout.append(HubSource(options.hf, options.heldout_split, options.text_field or "text", options.hf_revision))
-    if options.stdlib:
-        sources.append(StdlibSource())
-    sources += [FilesSource(path, options.text_field, seen, options.chat) for path in options.inputs]
-    if options.hf is not None:
-        column = options.text_field or "text"
-        sources.append(HubSource(options.hf, options.hf_split, column, options.hf_revision, options.chat))
-    if sources:
-        return sources, heldout
-    if options.chat:
-        raise DataError("--chat: no input given; pass conversations in JSON or tables, or --hf NAME")
-    raise DataError(
-        "no input given; pass text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
+def _input_fingerprint(options: PrepareOptions, sources: Iterable[Source], heldout: Iterable[Source]) -> str:
+    """For input files, covers names, sizes and modification times, not contents."""
+    return fingerprint_of(
+        sources=[[type(source).__name__, source.fingerprint()] for source in sources],
+        heldout=[[type(source).__name__, source.fingerprint()] for source in heldout],
+        tokenizer=tokenizer_identity(options.tokenizer, options.eos),
+        options=[options.eos, options.text_field, options.heldout],
+        limits=[options.max_documents, options.max_tokens, options.max_heldout_tokens],
     )
 
 
-def _progress_of(options: PrepareOptions, fingerprint: str) -> JsonObject | None:
-    """What an interrupted run of the same command has committed. Raises `DataError` if the interrupted command was different."""
-    saved = read_progress(options.out)
-    if saved is None or saved["fingerprint"] == fingerprint:
-        return saved
-    if not options.overwrite:
-        tokens = sum(sizes["tokens"] for sizes in saved["written"]["sizes"].values())
-        raise DataError(
-            f"{options.out}: an interrupted 'boost prepare' with other input or options wrote {format_count(tokens)} tokens; "
-            f"repeat its command to continue, add --overwrite to discard them, or choose another --out"
-        )
-    remove(sibling(options.out, "tmp"))
-    return None
-
-
-def _check_options(options: PrepareOptions) -> None:
-    if not 0.0 < options.heldout < 1.0:
-        raise DataError(f"--heldout {options.heldout} must be a fraction between 0 and 1, such as 0.05")
-    for flag in ("max_documents", "max_tokens", "max_heldout_tokens"):
-        if (value := getattr(options, flag)) is not None and value < 1:
-            raise DataError(f"--{flag.replace('_', '-')} {value} must be at least 1")
-    if options.out.name in ("", ".."):
-        raise DataError(f"--out {options.out} must name a folder, such as data/mine")
-    training = parse_training(options.tokenizer)
-    if options.hf_revision is not None and options.hf is None:
-        raise DataError(f"--hf-revision {options.hf_revision} has no effect without --hf; remove it")
-    for mode, others in _CONFLICTS.items():
-        unused = [f"--{flag.replace('_', '-')}" for flag in others if getattr(options, mode) and getattr(options, flag)]
-        if unused:
-            flags = " and ".join(unused).replace("--inputs", "INPUT")
-            raise DataError(f"--{mode.replace('_', '-')} cannot be combined with {flags}; remove one of them")
-    if options.from_tokens and training:
-        raise DataError(
-            f"--from-tokens {options.from_tokens} needs the tokenizer that produced the ids; pass it with --tokenizer, such as "
-            "gpt2 or its tokenizer.json"
-        )
-    if options.chat and not Path(options.tokenizer).is_dir():
-        raise DataError(
-            f"--tokenizer {options.tokenizer}: with --chat, pass a folder with a tokenizer.json and a chat template, such as "
-            "the folder of the model to fine-tune"
-        )
-
-
-def tokenizer_identity(options: PrepareOptions) -> dict[str, str]:
-    """sha256 (hex) of everything that decides tokens, by name: files of a local tokenizer (tokenizer.json and its configuration,
-    special tokens, chat templates), or the content of a tokenizer on the Hub. Empty for `train:SIZE`. Raises `DataError`."""
-    path = Path(options.tokenizer)
-    if parse_training(options.tokenizer) is not None:
-        return {}
-    if not path.exists():
-        tokenizer = load_tokenizer(options.tokenizer, [])
-        eos, _ = find_eos(tokenizer, options.eos, options.tokenizer)
-        return {"tokenizer": tokenizer_fingerprint(tokenizer), "eos": eos}
-    folder = path if path.is_dir() else path.parent
-    files = {path} if path.is_file() else set()
-    files.update(*(folder.glob(pattern) for pattern in _TOKENIZER_FILES))
-    return {
-        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(files)
-        if file.is_file()
-    }
-
-
-def input_fingerprint(
-    options: PrepareOptions, sources: Iterable[Source | TokenInput], heldout: Iterable[Source] = ()
-) -> str:
-    """sha256 (hex) of everything that the store depends on; for input files, names, sizes and modification times, not contents."""
-    content = {
-        "format": FORMAT,
-        "version": __version__,
-        "sources": [[type(source).__name__, source.fingerprint()] for source in sources],
-        "tokenizer": tokenizer_identity(options) or options.tokenizer,
-        "options": [options.eos, options.text_field, options.heldout, options.max_documents, options.chat],
-    }
-    if options.max_tokens is not None or options.max_heldout_tokens is not None:
-        content["limits"] = [options.max_tokens, options.max_heldout_tokens]
-    if from_heldout := [[type(source).__name__, source.fingerprint()] for source in heldout]:
-        content["heldout"] = from_heldout
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
-    """Whether the store exists and was made from this input. Raises `DataError` if it may not be replaced."""
-    out = options.out
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
-    if not (out / STORE_FILE).is_file():
-        # Never replaced, not even with --overwrite: it may be a user's folder of texts.
-        raise DataError(f"{out} exists but is not a token store; choose another --out")
-    try:
-        if read_meta(out)["input_fingerprint"] == fingerprint:
-            TokenStore.open(out)
-            return True
-    except DataError:
-        if not options.overwrite:
-            raise
-    if not options.overwrite:
-        raise DataError(
-            f"{out} already holds a token store made from different input or options; add --overwrite to replace it, "
-            f"or choose another --out"
-        )
-    return False
-
-
-def _build(options: PrepareOptions, reading: Reading, fingerprint: str, folder: Path, saved: JsonObject | None) -> None:
-    """Reads the sources and fills the folder of a new store, or continues from `saved`."""
+def _build(options: PrepareOptions, reading: Reading, fingerprint: str, unfinished: Unfinished) -> None:
+    """Reads the sources and fills the folder of a new store, or continues where an interrupted run committed."""
+    folder, saved = unfinished.folder, unfinished.saved
     if saved is None:
         rule, tokenizer, eos, notes = _begin(options, reading)
     else:
@@ -288,7 +112,7 @@ def _build(options: PrepareOptions, reading: Reading, fingerprint: str, folder: 
                     f"the {'held-out' if name == 'heldout' else 'training'} text is empty: {why}; "
                     + ("raise --max-tokens or --heldout" if options.max_tokens else "pass files that contain text")
                 )
-        report.notes += [*notes, *_notes(options, rule, encoder, reading, size)]
+        report.notes += [*notes, *_notes(options, rule, encoder, reading)]
         meta = store_meta(tokenizer, eos, fingerprint, options, report)
         writer.finish(tokenizer.to_str(), meta, report.details())
 
@@ -308,16 +132,17 @@ def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Token
     else:
         tokenizer = train_tokenizer(_train_pieces(reading, rule), vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
+        if (size := vocabulary_size(tokenizer)) < vocab_size:
+            notes.append(
+                f"the train split has too few repeated sequences for a vocabulary of {vocab_size} tokens; the tokenizer has {size}"
+            )
     return rule, tokenizer, eos, notes
 
 
-def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: Reading, size: int) -> list[str]:
+def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: Reading) -> list[str]:
     """Notes for the user, in addition to the numbers."""
-    requested, counts, stops = parse_training(options.tokenizer), encoder.counts, encoder.is_full("train")
+    counts, stops = encoder.counts, encoder.is_full("train")
     notes = {
-        f"the train split has too few repeated sequences for a vocabulary of {requested} tokens; the tokenizer has {size}": (
-            requested is not None and size < requested
-        ),
         "the corpus is a single document, so its last part is held out, starting after a line break if possible": rule.single,
         f"count of the unknown token: {counts['unknown']}; the tokenizer cannot represent all of the text": counts[
             "unknown"
@@ -352,92 +177,3 @@ def _train_pieces(reading: Reading, rule: SplitRule) -> Iterator[str]:
                 left -= len(piece)
                 if left:
                     reading.update_progress(left)
-
-
-# Conversations, with a loss mask (--chat).
-
-
-class MaskedWriter(TokenWriter):
-    """A `TokenWriter` that also writes which tokens count toward the loss."""
-
-    def __init__(self, folder: Path, dtype: np.dtype[np.integer], eos: int) -> None:
-        super().__init__(folder, dtype, eos)
-        for sizes in self.sizes.values():
-            sizes.update(targets=0, target_spans=0, target_bytes=0)
-        for name in SPLITS:
-            self._open[f"{name}.targets"] = self._create(f"{name}.targets")
-
-    def append_conversation(
-        self, split: str, document: Encoded, text_of: Callable[[npt.NDArray[np.int64]], str]
-    ) -> None:
-        """Appends one document. An end-of-document token in the conversation keeps its mask; an added one counts if the token
-        before it counts. `text_of` returns the text of tokens, whose bytes are counted."""
-        ids, mask = document.ids, np.append(document.mask, document.mask[-1:])
-        ends = np.flatnonzero(ids == self.eos)
-        # The store adds the end-of-document token, so the template's is removed, with any white space after it.
-        if len(ends) and (end := int(ends[-1])) and not text_of(ids[end + 1 :]).strip():
-            ids, mask = ids[:end], mask[: end + 1]
-        sizes = self.sizes[split]
-        boundaries = boundaries_of(mask) + sizes["tokens"]
-        self._write(f"{split}.targets", boundaries.astype(OFFSET_DTYPE).tobytes())
-        sizes["targets"] += int(mask.sum())
-        sizes["target_spans"] += len(boundaries) // 2
-        sizes["target_bytes"] += len(text_of(ids[mask[:-1]]).encode("utf-8"))
-        self.append(split, ids, len(document.text.encode("utf-8")), end=True)
-
-
-def build_chat(options: PrepareOptions, reading: Reading, fingerprint: str, folder: Path) -> None:
-    """Reads the sources and fills the folder of a new store. Raises `DataError`."""
-    template, tokenizer = ChatTemplate(Path(options.tokenizer)), load_tokenizer(options.tokenizer)
-    eos = find_eos(tokenizer, options.eos, options.tokenizer)
-    size = vocabulary_size(tokenizer)
-
-    def encoded(phase: str) -> Iterator[tuple[Document, list[Encoded]]]:
-        """The conversations that the template accepts."""
-        for document in reading.documents(phase):
-            content = json.loads(document.text)
-            messages, variables = content["messages"], content["template"]
-            try:
-                conversations = template.encode(messages, variables)
-            except Rejected as problem:
-                document.entry.documents -= 1
-                document.entry.skip(str(problem), document.key.rpartition(":")[2])
-                continue
-            for what in template.unused(messages, variables):
-                document.entry.note(what, document.key.rpartition(":")[2])
-            yield document, conversations
-
-    rule = choose_split((document.key for document, _ in encoded("scanning the input")), options.heldout)
-    if rule is None or rule.single:
-        usable = "only one conversation" if rule else "no conversation"
-        raise DataError(
-            f"{usable} can be used, but a store needs one to train on and one to hold out "
-            f"({reading.report.skipped_in_words()}); add conversations"
-        )
-    with MaskedWriter(folder, token_dtype(size), eos[1]) as writer:
-        template.straddling = template.endless = 0
-        for document, conversations in encoded("encoding"):
-            ((split, _),) = rule.parts(document)
-            for conversation in conversations:
-                writer.append_conversation(split, conversation, template.text_of)
-                document.entry.tokens += len(conversation.ids)
-        report = reading.report
-        counted = sum(sizes["targets"] for sizes in writer.sizes.values())
-        total = sum(sizes["tokens"] for sizes in writer.sizes.values())
-        how = "{% generation %} markers" if template.has_markers else "prompts"
-        report.notes.append(f"{counted:,} of {total:,} tokens count toward the loss, per the chat template's {how}")
-        if template.straddling:
-            report.notes.append(
-                f"answers that begin within a token: {template.straddling:,}; end the template's prompt with a separate token"
-            )
-        if template.endless:
-            report.notes.append(
-                f"answers without an end-of-turn token that counts toward the loss: {template.endless:,}; for the model to learn "
-                "to stop, let the template write one after each answer, within its {% generation %} block if it has one"
-            )
-        if reading.taken == options.max_documents:
-            report.notes.append(f"only the first {reading.taken} conversations were read (--max-documents)")
-        meta = store_meta(tokenizer, eos, fingerprint, options, report) | {
-            "chat": {"template": template.template, "tokenizer": template.special_tokens}
-        }
-        writer.finish(tokenizer.to_str(), meta, report.details())

@@ -1,4 +1,4 @@
-"""Converts files to documents by suffix: text, JSON, CSV, Parquet and Arrow, plain or compressed. No input is ever executed.
+"""Converts files to documents by suffix: text, JSON, Parquet and Arrow, plain or compressed. No input is ever executed.
 
 A problem with a whole file raises `Unreadable`; the caller either ends the run (if the user named that file) or records it
 in the report (if the file is in a folder). A problem with one line or row is recorded in the report directly. Documents that
@@ -13,9 +13,10 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 from boost.format import format_bytes, format_count
-from boost.text import JsonObject, foreign_encoding
+from boost.text import foreign_encoding
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -318,15 +319,15 @@ def _decoded(file: IO[bytes], encoding: str = "utf-8") -> Iterator[str]:
 # ---- JSON: lines, so that one bad line does not end the file; or one array
 
 
-def json_records(
-    path: Path, entry: FileReport, report: PrepareReport, is_record: Callable[[JsonObject], bool]
+def _json_records(
+    path: Path, text_fields: Sequence[str], entry: FileReport, report: PrepareReport
 ) -> Iterator[tuple[int, str, object]]:
-    """Yields (number from 1, description of the position, value) for each record in a JSON file. If the file is one object that is
-    no record but wraps a list of them, as in {"version": ..., "data": [...]}, reads that list. Raises `Unreadable`."""
+    """Yields (number from 1, description of the position, value) for each record in a JSON file. If the file is one object without
+    text that wraps a list of records, as in {"version": ..., "data": [...]}, reads that list. Raises `Unreadable`."""
     found = _json_values(path, entry, report)
     first = list(islice(found, 2)) if ".json" in map(str.lower, path.suffixes[-2:]) else []
     value = first[0][2] if len(first) == 1 else None
-    if isinstance(value, dict) and not is_record(value):
+    if isinstance(value, dict) and not any(isinstance(value.get(name), str) for name in text_fields):
         lists = [
             name for name, items in value.items() if isinstance(items, list) and items and isinstance(items[0], dict)
         ]
@@ -398,13 +399,7 @@ def _whole_json(file: IO[bytes]) -> list[object]:
 def read_json(
     path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    names = [text_field] if text_field else ["text", "content"]
-
-    def records(entry: FileReport, report: PrepareReport) -> Iterator[tuple[int, str, object]]:
-        return json_records(
-            path, entry, report, lambda record: any(isinstance(record.get(name), str) for name in names)
-        )
-
+    records = partial(_json_records, path, [text_field] if text_field else ["text", "content"])
     field = text_field or "text"  # records without it are skipped one by one
     if text_field is None:
         fields: dict[str, bool] = {}

@@ -10,21 +10,22 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
-from boost.data.conversations import read_conversations
 from boost.data.hub import HubSource, quiet_hub
-from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text, require
+from boost.data.options import PrepareOptions, Progress
+from boost.data.readers import JSON_SUFFIXES, Document, Unreadable, read_json, read_text, require, with_compression
 from boost.data.report import FileReport, PrepareReport
 from boost.data.store import STORE_FILE
 from boost.data.tables import TABLE_SUFFIXES, read_table
 from boost.data.writer import is_leftover
 from boost.errors import DataError
+from boost.text import JsonObject
 
 # `datasets` writes these files in save_to_disk: the first to the folder of all splits, the others to the folder of each split.
 DATASET_DICT = "dataset_dict.json"
@@ -34,10 +35,10 @@ _CONFIGS = re.compile(rb"---\s*\n(?:.*\n)*?configs:")
 """Matches a dataset card whose metadata assign files to splits."""
 _CARD_FIELDS = {
     "config_name", "data_dir", "data_files", "default", "description", "drop_labels", "drop_metadata", "features", "version",
-    "batch_size", "chunksize", "columns", "delimiter", "doublequote", "encoding", "escapechar", "field", "quotechar", "quoting",
-    "sep",
+    "batch_size", "chunksize", "columns", "encoding", "field",
 }  # fmt: skip
 """Fields of a config that choose files, or that cannot matter here: a reader finds out how a file is written."""
+CSV_SUFFIXES = with_compression(".csv", ".tsv")
 DATA_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, ".txt")
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so it is rejected by name.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".bin", ".idx")
@@ -98,25 +99,22 @@ def opening_dataset(folder: Path) -> Iterator[ModuleType]:
 
 
 def read_file(
-    path: Path, key: str, text_field: str | None, chat: bool, entry: FileReport, report: PrepareReport
+    path: Path, key: str, text_field: str | None, entry: FileReport, report: PrepareReport
 ) -> Iterator[Document]:
-    """Reads the documents in one file, whose suffix selects the reader. `chat`: they are conversations. Counts bytes in
-    `report.consumed`. Raises `Unreadable`."""
+    """Reads the documents in one file, whose suffix selects the reader. Counts bytes in `report.consumed`. Raises `Unreadable`."""
     name = path.name.lower()
     if name.endswith(TABLE_SUFFIXES):
-        yield from read_table(path, key, text_field, chat, entry, report)
+        yield from read_table(path, key, text_field, entry, report)
     elif name.endswith(JSON_SUFFIXES):
-        if chat:
-            yield from read_conversations(path, key, entry, report)
-        else:
-            yield from read_json(path, key, text_field, entry, report)
+        yield from read_json(path, key, text_field, entry, report)
+    elif name.endswith(CSV_SUFFIXES):
+        fix = 'save it as Parquet: python -c \'import pandas; pandas.read_csv("a.csv").to_parquet("a.parquet")\''
+        raise Unreadable("a CSV file, which would be read as text with its delimiters", fix=fix)
     elif name.endswith(REFUSED_SUFFIXES):
         tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
         raise Unreadable(
             "refused: pickles and binary arrays are never loaded", fix=f"{tokens}export the text as .txt or .jsonl"
         )
-    elif chat:
-        raise Unreadable("not a conversation file", fix="pass JSON (.jsonl, .json), .csv, .parquet or .arrow files")
     else:
         yield from read_text(path, key, entry, report)
 
@@ -128,12 +126,10 @@ class FilesSource:
     can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus does not change its split.
     """
 
-    def __init__(
-        self, path: str | Path, text_field: str | None = None, seen: set[str] | None = None, chat: bool = False
-    ) -> None:
-        """`seen`: real paths (absolute) and document keys (relative) of earlier inputs on the same command line. `chat`: the files
-        hold conversations. Raises `DataError` if there is nothing at the path."""
-        self.path, self.name, self.text_field, self.chat = Path(path), str(path), text_field, chat
+    def __init__(self, path: str | Path, text_field: str | None = None, seen: set[str] | None = None) -> None:
+        """`seen`: real paths (absolute) and document keys (relative) of earlier inputs on the same command line. Raises `DataError`
+        if there is nothing at the path."""
+        self.path, self.name, self.text_field = Path(path), str(path), text_field
         self._skipped: list[tuple[str, str]] = []
         self._chosen = set[Path]()
         """Files of a train split that is known to be one."""
@@ -141,8 +137,9 @@ class FilesSource:
         """Files of saved datasets."""
         self._seen = set[str]() if seen is None else seen
         if not self.path.exists():
-            otherwise = "" if chat else ", or use --stdlib for a corpus without files"
-            raise DataError(f"{path}: no such file or folder; check the spelling{otherwise}")
+            raise DataError(
+                f"{path}: no such file or folder; check the spelling, or use --stdlib for a corpus without files"
+            )
         if self.path.is_dir():
             self.files = [self._input(file, explicit=False) for file in self._data(self._of_train([*self._walk()]))]
         else:
@@ -259,7 +256,7 @@ class FilesSource:
 
     def _data(self, paths: list[Path]) -> Iterator[Path]:
         """The files without those that a dataset has next to or above its tables, such as a license."""
-        tables = {path for path in paths if path.name.lower().endswith(TABLE_SUFFIXES) and ".csv" not in path.name}
+        tables = {path for path in paths if path.name.lower().endswith(TABLE_SUFFIXES)}
         folders = {folder for table in tables - self._saved_files for folder in table.parents}
         for path in paths:
             if path in tables or path.parent not in folders:
@@ -303,7 +300,7 @@ class FilesSource:
                     entry.skip("empty")
                     continue
                 try:
-                    yield from read_file(file.path, file.key, self.text_field, self.chat, entry, report)
+                    yield from read_file(file.path, file.key, self.text_field, entry, report)
                 except OSError as error:
                     raise Unreadable(f"cannot be read: {error.strerror or error}") from error
                 require_unchanged(file.path, file.size, file.mtime_ns)
@@ -338,3 +335,130 @@ class StdlibSource(FilesSource):
 
 Source = FilesSource | HubSource
 """One input; the standard library is a `FilesSource`."""
+
+
+def open_sources(options: PrepareOptions) -> tuple[list[Source], list[Source]]:
+    """Returns the sources of text and of the held-out split (none if it is a fraction of the documents). Raises `DataError`."""
+    seen = set[str]()
+    hub_splits = [
+        split for split in (options.hf_split, options.heldout_split) if options.hf is not None and split is not None
+    ]
+    of_heldout, of_train = (
+        [FilesSource(path, options.text_field, seen) for path in paths]
+        for paths in (options.heldout_from, options.inputs)
+    )
+    of_hub = [
+        HubSource(str(options.hf), split, options.text_field or "text", options.hf_revision) for split in hub_splits
+    ]
+    sources: list[Source] = [*([StdlibSource()] if options.stdlib else []), *of_train, *of_hub[:1]]
+    if not sources:
+        raise DataError(
+            "no input given; pass text, JSON, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
+        )
+    return sources, [*of_heldout, *of_hub[1:]]
+
+
+# Reading all sources any number of times, and continuing where an interrupted run stopped. A position is a list of marks, one per
+# source that has been started. A stream continues at its own position. Files must have unchanged sizes and times; they are reread
+# from the start of their source up to the mark, which is fast compared with tokenizing.
+
+
+@dataclass
+class _Begun:
+    """A source that this pass has begun to read."""
+
+    source: Source
+    section: int
+    """Its entry in the report."""
+    documents: int = 0
+    """Number of its documents so far."""
+
+
+class Reading:
+    """The documents from all sources: those for the held-out split first, then at most `limit` documents from the other sources."""
+
+    def __init__(
+        self, sources: Sequence[Source], heldout: Sequence[Source], limit: int | None, progress: Progress
+    ) -> None:
+        sizes = [source.size for source in (*heldout, *sources)]
+        self._total = None if None in sizes else sum(size for size in sizes if size is not None)
+        self._sources, self._heldout, self._limit, self._progress = sources, heldout, limit, progress
+        self.separate = bool(heldout)
+        """Whether held-out documents come from separate sources."""
+        self.report = PrepareReport()
+        self.taken = 0
+        """Number of documents in this pass, excluding those from sources for the held-out split."""
+        self._begun: list[_Begun] = []
+
+    def documents(
+        self, phase: str, is_full: Callable[[str], bool] = lambda split: False, saved: Sequence[JsonObject] = ()
+    ) -> Iterator[Document]:
+        """Makes one pass, with a new report. `is_full(split)`: whether the split needs no more documents. `saved`: the `position`
+        to continue from."""
+        self.report = PrepareReport()
+        self._progress.phase(phase, self._total)
+        self.taken, self._begun = 0, []
+        left = list(saved)
+
+        def is_over(split: str) -> bool:
+            return is_full(split) or (split == "train" and self.taken == self._limit)
+
+        for split, sources in (("heldout", self._heldout), ("train", self._sources)):
+            for source in sources:
+                mark = left.pop(0) if left else None
+                if mark is None and is_over(split):
+                    break
+                for document in self._read(source, split, mark, bool(left), is_over):
+                    yield document
+                    self._progress.update(self.report.consumed, self.taken)
+                    if is_over(split):
+                        break
+
+    def _read(
+        self, source: Source, split: str, mark: JsonObject | None, finished: bool, is_over: Callable[[str], bool]
+    ) -> Iterator[Document]:
+        """The documents from one source after its mark; none if the mark is at its end (`finished`)."""
+        self._begun.append(begun := _Begun(source, len(self.report.sources)))
+        again = 0 if mark is None else int(mark["documents"])
+        documents: Iterator[Document]
+        if mark is None or not isinstance(source, HubSource):
+            documents = source.documents(self.report)
+        else:
+            begun.documents = again
+            self.taken += again if split == "train" else 0
+            if finished or is_over(split):
+                self.report.source(source.name).restore(mark["entries"])
+                return
+            documents, again = source.documents(self.report, mark["stream"], mark["entries"]), 0
+        for document in documents:
+            begun.documents += 1
+            self.taken += split == "train"
+            if begun.documents > again:
+                yield replace(document, split=split) if self.separate else document
+                continue
+            self._progress.update(self.report.consumed, self.taken)
+            if mark is not None and begun.documents == again:
+                self.report.sources[begun.section].restore(mark["entries"])
+                if finished or is_over(split):
+                    return
+        if begun.documents < again:
+            raise DataError(f"{source.name} has fewer documents than before the interruption; {AGAIN}")
+
+    def position(self) -> list[JsonObject]:
+        """The position of this pass, as JSON values. Includes token counts, so all documents so far must have been written."""
+        return [
+            {
+                "documents": begun.documents,
+                "entries": [
+                    asdict(entry) for section in self.report.sources[begun.section :][:1] for entry in section.files
+                ],
+                "stream": begun.source.position()
+                if begun is self._begun[-1] and isinstance(begun.source, HubSource)
+                else None,
+            }
+            for begun in self._begun
+        ]
+
+    def update_progress(self, left: int) -> None:
+        """Shows progress within a long document with about `left` bytes remaining."""
+        self._progress.update(max(self.report.consumed - left, 0), self.taken)

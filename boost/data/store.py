@@ -6,13 +6,10 @@
     STORE/train.tokens         little-endian uint16 (vocabulary up to 65536) or uint32, documents concatenated
     STORE/train.documents      little-endian int64, n_documents + 1 offsets into the tokens, from 0 to n_tokens
     STORE/heldout.tokens, STORE/heldout.documents
-    STORE/train.targets        with a loss mask (`boost prepare --chat`): little-endian int64, 2 n_spans boundaries of
-    STORE/heldout.targets      the spans of tokens that count toward the loss
 
 Every document ends with the end-of-document token. A store gets its final name only when it is complete.
 """
 
-import bisect
 import errno
 import json
 from dataclasses import dataclass
@@ -45,38 +42,6 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-class Spans:
-    """Spans of a split's tokens that count toward the loss (a loss mask). Each span takes 16 bytes on disk.
-
-    `boundaries` int64 [2 n], increasing: span i has tokens boundaries[2 i] to boundaries[2 i + 1] - 1."""
-
-    def __init__(self, boundaries: FileArray | npt.NDArray[np.int64]) -> None:
-        self.boundaries = boundaries
-
-    def counted(self, start: int, length: int) -> npt.NDArray[np.bool_]:
-        """Whether each of `length` tokens from `start` counts toward the loss; [length]."""
-        first = bisect.bisect_right(self.boundaries, start)
-        last = bisect.bisect_right(self.boundaries, start + length - 1)
-        local = np.asarray(self.boundaries[first:last]) - start
-        passed = first + np.searchsorted(local, np.arange(length), side="right")
-        return passed % 2 == 1
-
-    def before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many tokens before each position count. Reads all boundaries."""
-        spans = np.asarray(self.boundaries[:], dtype=np.int64).reshape(-1, 2)
-        starts, ends = spans[:, 0], spans[:, 1]
-        totals = np.concatenate([[0], np.cumsum(ends - starts)])
-        begun = np.searchsorted(starts, positions, side="right")
-        unfinished = np.where(begun > 0, ends[np.maximum(begun - 1, 0)] - positions, 0)
-        return np.asarray(totals[begun] - np.maximum(unfinished, 0))
-
-
-def boundaries_of(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Boundaries [2 n] of the runs of True in a mask [length]."""
-    padded = np.concatenate([[False], mask, [False]])
-    return np.flatnonzero(padded[1:] != padded[:-1]).astype(np.int64)
-
-
 @dataclass(frozen=True)
 class Split:
     """One split of a store: `tokens` [n_tokens] (uint16 or uint32) and `documents` [n_documents + 1] (int64), read on access.
@@ -93,12 +58,6 @@ class Split:
     eos: int
     largest_token: int | None = None
     """Largest id that may occur; None: vocab_size - 1."""
-    targets: Spans | None = None
-    """The tokens that count toward the loss; None: all."""
-    n_targets: int | None = None
-    """Number of tokens that count toward the loss, with a loss mask."""
-    n_target_bytes: int | None = None
-    """UTF-8 length of the text of these tokens."""
 
     @property
     def n_tokens(self) -> int:
@@ -109,11 +68,9 @@ class Split:
         return len(self.documents) - 1
 
     @property
-    def bytes_per_target(self) -> float:
-        """Bytes of text per token that counts toward the loss."""
-        if self.n_targets is None or self.n_target_bytes is None:
-            return self.n_bytes / self.n_tokens
-        return self.n_target_bytes / self.n_targets
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token."""
+        return self.n_bytes / self.n_tokens
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [length] from `start`, converted to int64. Raises IndexError if they are out of range, `DataError` if the
@@ -153,13 +110,10 @@ class Split:
             raise IndexError(f"positions {start} to {end}: split {self.name!r} has only {self.n_tokens} tokens")
 
     def token_counts(self) -> npt.NDArray[np.int64]:
-        """Frequencies of the tokens that count toward the loss, int64 [vocab_size]; reads the whole split in chunks."""
+        """Frequencies of the tokens, int64 [vocab_size]; reads the whole split in chunks."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, self.n_tokens, _CHUNK):
-            tokens = self.tokens[start : start + _CHUNK]
-            if self.targets is not None:
-                tokens = tokens[self.targets.counted(start, len(tokens))]
-            counts += np.bincount(tokens, minlength=self.vocab_size)
+            counts += np.bincount(self.tokens[start : start + _CHUNK], minlength=self.vocab_size)
         return counts
 
     def unigram_entropy(self) -> float:
@@ -202,8 +156,6 @@ class TokenStore:
             f"{name}.tokens": sizes["tokens"] * np.dtype(self.meta["dtype"]).itemsize,
             f"{name}.documents": (sizes["documents"] + 1) * OFFSET_DTYPE.itemsize,
         }
-        if self.is_masked:
-            expected[f"{name}.targets"] = 2 * sizes["target_spans"] * OFFSET_DTYPE.itemsize
         for file, size in expected.items():
             try:
                 actual = require_regular(self.path / file).st_size
@@ -229,17 +181,6 @@ class TokenStore:
     def eos(self) -> int:
         """Id of the token that ends every document."""
         return int(self.meta["eos"]["id"])
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether only some tokens count toward the loss."""
-        return "train.targets" in self.meta["blocks"]
-
-    @property
-    def chat(self) -> JsonObject | None:
-        """`{"template": ..., "tokenizer": {...}}` of a conversation store: the chat template, and the special tokens by role
-        (such as eos_token)."""
-        return self.meta.get("chat")
 
     @property
     def fingerprint(self) -> str:
@@ -281,7 +222,6 @@ class TokenStore:
         if name in self._splits:
             return self._splits[name]
         sizes = self.meta["splits"][name]
-        targets = Spans(FileArray(self.path / f"{name}.targets", OFFSET_DTYPE)) if self.is_masked else None
         self._splits[name] = Split(
             name=name,
             path=self.path,
@@ -291,9 +231,6 @@ class TokenStore:
             vocab_size=self.vocab_size,
             eos=self.eos,
             largest_token=int(sizes["largest_token"]),
-            targets=targets,
-            n_targets=int(sizes["targets"]) if targets else None,
-            n_target_bytes=int(sizes["target_bytes"]) if targets else None,
         )
         return self._splits[name]
 
@@ -310,9 +247,7 @@ def read_meta(path: Path) -> JsonObject:
     if not path.exists():
         if (old := path.with_name(f"{path.name}.boost-old")).exists():
             raise DataError(f"{path}: its replacement was interrupted; rerun 'boost prepare' or rename {old} to {path}")
-        raise DataError(
-            f"{path}: its preparation was interrupted; rerun the same 'boost prepare' or 'boost recipe' command to continue"
-        )
+        raise DataError(f"{path}: its preparation was interrupted; rerun the same 'boost prepare' command to continue")
     try:
         meta = json.loads(read_text(path / STORE_FILE))
         if meta["format"] == FORMAT:
@@ -332,7 +267,6 @@ def read_meta(path: Path) -> JsonObject:
 
 def _check_shape(meta: JsonObject) -> None:
     """Accesses every field that is used later, so that a damaged file fails here instead of during training."""
-    masked = "train.targets" in meta["blocks"]
     for key in ("tokenizer_fingerprint", "input_fingerprint", "options", "report"):
         meta[key]
     vocab_size = int(meta["vocab_size"])
@@ -340,12 +274,9 @@ def _check_shape(meta: JsonObject) -> None:
         raise ValueError("dtype, vocab_size and eos are inconsistent")
     for name in SPLITS:
         meta["splits"][name]["sha256"]
-        keys = ["tokens", "documents", "bytes", "largest_token"]
-        keys += ["targets", "target_spans", "target_bytes"] if masked else []
-        if min(int(meta["splits"][name][key]) for key in keys) < 1:
+        if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes", "largest_token")) < 1:
             raise ValueError(f"split {name} is empty")
-    kinds = ("tokens", "documents", "targets") if masked else ("tokens", "documents")
-    files = {REPORT_FILE, TOKENIZER_FILE, *(f"{name}.{kind}" for name in SPLITS for kind in kinds)}
+    files = {REPORT_FILE, TOKENIZER_FILE, *(f"{name}.{kind}" for name in SPLITS for kind in ("tokens", "documents"))}
     if meta["blocks"].keys() != files or any(len(d) % (2 * DIGEST_BYTES) for d in meta["blocks"].values()):
         raise ValueError("the block digests are malformed or do not cover exactly the store's files")
     if with_digest(meta)["digest"] != meta["digest"]:

@@ -46,6 +46,24 @@ def parse_training(spec: str) -> int | None:
     return int(size)
 
 
+def tokenizer_identity(spec: str, eos: str | None) -> dict[str, str] | str:
+    """sha256 (hex) of everything that decides tokens, by name: files of a local tokenizer (tokenizer.json, its configuration and
+    special tokens), or the content of a tokenizer on the Hub. `train:SIZE` itself. Raises `DataError`."""
+    path = Path(spec)
+    if parse_training(spec) is not None:
+        return spec
+    if not path.exists():
+        tokenizer = load_tokenizer(spec, [])
+        return {"tokenizer": tokenizer_fingerprint(tokenizer), "eos": find_eos(tokenizer, eos, spec)[0]}
+    folder = path if path.is_dir() else path.parent
+    files = {*([path] if path.is_file() else []), *(folder / name for name in (FILE, *SETTINGS))}
+    return {
+        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(files)
+        if file.is_file()
+    } or spec
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = END_OF_TEXT) -> "Tokenizer":
     """Trains a byte-level BPE tokenizer: `eos` has id 0, all 256 bytes follow, then merges that occur at least twice.
 

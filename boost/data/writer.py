@@ -18,7 +18,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import BLOCK_BYTES, BlockDigests, unreadable
-from boost.data.options import PrepareOptions
+from boost.data.options import PrepareOptions, TokenOptions
 from boost.data.report import PrepareReport
 from boost.data.store import (
     FORMAT,
@@ -42,8 +42,10 @@ from boost.data.tokenizer import tokenizer_fingerprint, vocabulary_size
 from boost.data.verify import verify
 from boost.errors import DataError, StorageError, UnreadableDataError
 from boost.files import exclusive
+from boost.format import format_count
 from boost.paths import read_text
 from boost.text import JsonObject
+from boost.version import __version__
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -65,36 +67,39 @@ def is_leftover(name: str) -> bool:
 
 
 @contextmanager
-def locked(store: Path) -> Iterator[None]:
-    """Holds the store's lock and cleans up after an interrupted run. Raises `DataError` if another process holds the lock."""
+def locked(store: Path) -> Iterator[JsonObject | None]:
+    """Holds the store's lock and cleans up after an interrupted run. Yields the last commit of an unfinished store, if any. Raises
+    `DataError` if another process holds the lock."""
     store.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(exclusive(sibling(store, "lock")))
         except BlockingIOError as error:
             raise DataError(f"{store}: another 'boost prepare' is writing it; wait or choose another --out") from error
-        _recover(store)
-        yield
+        yield _recover(store)
 
 
-def _recover(store: Path) -> None:
-    """Removes an incomplete store that has no commit. Restores the old store if its replacement is damaged, or if the replacement
-    was interrupted between its two renames."""
+def _recover(store: Path) -> JsonObject | None:
+    """Removes an incomplete store that has no commit, or returns the commit. Restores the old store if its replacement is damaged,
+    or if the replacement was interrupted between its two renames."""
     old, temporary = sibling(store, "old"), sibling(store, "tmp")
-    if read_progress(store) is None:
+    if (saved := _read_progress(temporary / RESUME_FILE)) is None:
         remove(temporary)
     (store / RESUME_FILE).unlink(missing_ok=True)  # left by a run that was killed just after it published the store
     if not old.exists():
-        return
-    if _opens(store):
+        return saved
+    is_intact = {path: _opens(path) for path in (store, old)}
+    if is_intact[store]:
         shutil.rmtree(old)
     elif not store.exists():
         os.rename(old, store)
-    elif (store / STORE_FILE).exists() and _opens(old):
+    elif (store / STORE_FILE).exists() and is_intact[old]:
         remove(temporary)
         os.rename(store, temporary)
         os.rename(old, store)
         shutil.rmtree(temporary, ignore_errors=True)
+        return None
+    return saved
 
 
 def _opens(store: Path) -> bool:
@@ -107,18 +112,82 @@ def _opens(store: Path) -> bool:
     return True
 
 
-@contextmanager
-def new_store(store: Path) -> Iterator[Path]:
-    """Yields a folder that becomes `store` on success, replacing an older one. The caller must hold `locked`. The folder is empty,
-    or contains the files that an interrupted run committed.
+@dataclass(frozen=True)
+class Unfinished:
+    """A store that is being written."""
 
-    The store is read back before it is published. On any error, an existing store is unchanged. The folder is then removed, unless
-    it has a commit from which the next run can continue and the error is not about the data.
-    Raises `StorageError` if the disk is full, and `DataError` if the data read back does not match.
+    folder: Path
+    """Empty, or with the files that an interrupted run committed."""
+    saved: JsonObject | None
+    """What an interrupted run of the same command committed."""
+
+
+@contextmanager
+def new_store(store: Path, fingerprint: str, overwrite: bool) -> Iterator[Unfinished | None]:
+    """Yields the store to write, which becomes `store` on success, replacing an older one; None if `store` was made from the same
+    input (`fingerprint`), so that there is nothing to do.
+
+    The store is read back before it is published. On any error, an existing store is unchanged. The unfinished one is then removed,
+    unless it has a commit from which the next run can continue and the error is not about the data.
+    Raises `DataError` if the path has no name, another process is writing it, it may not be replaced without `overwrite`, or the
+    data read back does not match, and `StorageError` if the disk is full.
     """
+    if store.name in ("", ".."):
+        raise DataError(f"--out {store} must name a folder, such as data/mine")
+    if (store / STORE_FILE).exists() and _is_current(store, fingerprint, overwrite):
+        yield None
+        return
+    with locked(store) as saved:
+        # Checked again under the lock: another process may have restored an older store or finished a new one.
+        if _is_current(store, fingerprint, overwrite):
+            yield None
+        else:
+            saved = _of_same_input(store, saved, fingerprint, overwrite)
+            with _published(store, is_continued=saved is not None) as folder:
+                yield Unfinished(folder, saved)
+
+
+def _is_current(store: Path, fingerprint: str, overwrite: bool) -> bool:
+    """Whether the store exists and was made from this input. Raises `DataError` if it may not be replaced."""
+    if not store.exists() or (store.is_dir() and not any(store.iterdir())):
+        return False
+    if not (store / STORE_FILE).is_file():
+        # Never replaced, not even with --overwrite: it may be a user's folder of texts.
+        raise DataError(f"{store} exists but is not a token store; choose another --out")
+    try:
+        if TokenStore.open(store).meta["input_fingerprint"] == fingerprint:
+            return True
+    except DataError:
+        if not overwrite:
+            raise
+    if not overwrite:
+        raise DataError(
+            f"{store} already holds a token store made from different input or options; add --overwrite to replace it, "
+            f"or choose another --out"
+        )
+    return False
+
+
+def _of_same_input(store: Path, saved: JsonObject | None, fingerprint: str, overwrite: bool) -> JsonObject | None:
+    """`saved` if it is of this input; without it, removes the unfinished store. Raises `DataError` if that needs `overwrite`."""
+    if saved is None or saved["fingerprint"] == fingerprint:
+        return saved
+    if not overwrite:
+        tokens = sum(sizes["tokens"] for sizes in saved["written"]["sizes"].values())
+        raise DataError(
+            f"{store}: an interrupted 'boost prepare' with other input or options wrote {format_count(tokens)} tokens; "
+            f"repeat its command to continue, add --overwrite to discard them, or choose another --out"
+        )
+    remove(sibling(store, "tmp"))
+    return None
+
+
+@contextmanager
+def _published(store: Path, is_continued: bool) -> Iterator[Path]:
+    """Yields the folder of the unfinished store, which exists if it `is_continued`."""
     folder = sibling(store, "tmp")
     try:
-        folder.mkdir(exist_ok=read_progress(store) is not None)
+        folder.mkdir(exist_ok=is_continued)
         yield folder
         (folder / f"{RESUME_FILE}.new").unlink(missing_ok=True)
         for path in (*folder.iterdir(), folder):
@@ -159,15 +228,15 @@ def save_progress(folder: Path, progress: JsonObject) -> None:
     _sync_one(folder)
 
 
-def read_progress(store: Path) -> JsonObject | None:
+def _read_progress(path: Path) -> JsonObject | None:
     """The last commit of an unfinished store; None if there is none or it is damaged. Raises UnreadableDataError."""
     try:
-        progress: JsonObject = json.loads(read_text(sibling(store, "tmp") / RESUME_FILE))
+        progress: JsonObject = json.loads(read_text(path))
         return progress if with_digest(progress)["digest"] == progress["digest"] else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise unreadable(sibling(store, "tmp") / RESUME_FILE, error) from None
+        raise unreadable(path, error) from None
     except (ValueError, KeyError, AttributeError, RecursionError):
         return None
 
@@ -203,10 +272,19 @@ def _sync_one(path: Path) -> None:
         os.close(descriptor)
 
 
+def fingerprint_of(**content: object) -> str:
+    """sha256 (hex) of everything that a store depends on."""
+    return hashlib.sha256(json.dumps({"format": FORMAT, "version": __version__, **content}).encode()).hexdigest()
+
+
 def store_meta(
-    tokenizer: "Tokenizer", eos: tuple[str, int], fingerprint: str, options: PrepareOptions, report: PrepareReport
+    tokenizer: "Tokenizer",
+    eos: tuple[str, int],
+    fingerprint: str,
+    options: PrepareOptions | TokenOptions,
+    report: PrepareReport,
 ) -> dict[str, object]:
-    """The fields of store.json that every store has. `eos`: (token, id); `fingerprint`: `input_fingerprint` of the input."""
+    """The fields of store.json that every store has. `eos`: (token, id); `fingerprint`: that of the input (`fingerprint_of`)."""
     return {
         "format": FORMAT,
         "vocab_size": vocabulary_size(tokenizer),

@@ -5,7 +5,6 @@ Legend: B sequences, S tokens in each, T = B * S, H query heads and K key/value 
 of a projection; cp processes on the context axis, c tokens in a chunk; C cached tokens in the longest sequence.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -82,109 +81,30 @@ def _reordered(x: Tensor, order: Sequence[int]) -> Tensor:
     return torch.cat([blocks[number] for number in order])
 
 
-# Caches for generation. Every sequence being generated has a row in the caches, which it fills from the front. Prompts are
-# stored first (`PromptRows`), packed one after another without padding; then all rows, whose lengths may differ, get
-# one token at a time (`NextTokenRows`).
-
-
 @dataclass
 class KVCache:
-    """Keys and values for the tokens that one block has processed, [rows, K, capacity, E]; filled in place."""
+    """Keys and values for the tokens that one block has processed during generation, [B, K, capacity, E]; filled in place."""
 
     keys: Tensor
     values: Tensor
     length: int = 0
-    """Number of cached tokens per row, if it is the same for all rows."""
+    """Number of cached tokens in each sequence."""
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of row `source` to row `target`."""
-        for x in (self.keys, self.values):
-            x[target, :, :length] = x[source, :, :length]
-
-
-@dataclass(frozen=True)
-class PromptRows:
-    """Whole prompts, which fill empty rows in the caches."""
-
-    rows: tuple[int, ...]
-    """The row of each prompt."""
-    lengths: tuple[int, ...]
-    """Number of tokens in each prompt."""
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Positions of the packed tokens, [T]; each prompt starts at 0."""
-        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
-
-    def document_ids(self) -> Tensor:
-        """Index of the prompt to which each packed token belongs, [1, T], on the host."""
-        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))[None]
-
-    def last_tokens(self, device: torch.device) -> Tensor:
-        """Index of each prompt's last token among all T, [B]."""
-        return torch.tensor(list(itertools.accumulate(self.lengths)), device=device) - 1
-
-    def store(self, cache: KVCache, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the prompts' keys and values, [B, K, S, E] or, if packed, [1, K, T, E], and returns them."""
-        for x_BKSE, stored in ((k_BKSE, cache.keys), (v_BKSE, cache.values)):
-            whole = x_BKSE.shape[0] == len(self.rows)
-            prompts = x_BKSE.unbind() if whole else x_BKSE[0].split(self.lengths, dim=1)
-            for row, x_KSE in zip(self.rows, prompts, strict=True):
-                stored[row, :, : x_KSE.shape[1]] = x_KSE
-        return k_BKSE, v_BKSE
+    def extend(self, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the keys and values of the next S tokens. Returns those of all tokens so far, [B, K, C, E], as views."""
+        start, self.length = self.length, self.length + k_BKSE.shape[2]
+        for x_BKSE, stored in ((k_BKSE, self.keys), (v_BKSE, self.values)):
+            stored[:, :, start : self.length] = x_BKSE
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-@dataclass(frozen=True)
-class NextTokenRows:
-    """One more token for each of the first B rows in the caches."""
+def attend_next(q_BH1E: Tensor, k_BKCE: Tensor, v_BKCE: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(E)) v, [B, H, 1, E], for the newest of C tokens.
 
-    lengths: tuple[int, ...]
-    """Cached tokens in each row, not counting the new one."""
-    lengths_B: Tensor
-    """The same lengths on the device, int64."""
-    mask_B11C: Tensor | None
-    """Added to the scores: 0 where a token may attend, -inf elsewhere. None: all rows have the same length."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> "NextTokenRows":
-        """Rows with these lengths; `dtype`: the dtype of the activations."""
-        lengths_B = torch.tensor(lengths, device=device)
-        mask = None
-        if min(lengths) < max(lengths):
-            unused_BC = torch.arange(max(lengths) + 1, device=device) > lengths_B[:, None]
-            mask = torch.zeros(unused_BC.shape, dtype=dtype, device=device).masked_fill_(unused_BC, -math.inf)
-            mask = mask[:, None, None]
-        return cls(tuple(lengths), lengths_B, mask)
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Position of each token: [1] if it is the same for all, else [B, 1]."""
-        return self.lengths_B[:1] if self.mask_B11C is None else self.lengths_B[:, None]
-
-    def last_tokens(self, device: torch.device) -> Tensor:
-        """Index of each sequence's token, [B]."""
-        return torch.arange(len(self.lengths), device=device)
-
-    def store(self, cache: KVCache, k_BK1E: Tensor, v_BK1E: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the tokens' keys and values. Returns the keys and values for all tokens in these rows, [B, K, C, E], as views."""
-        batch, end = len(self.lengths), max(self.lengths) + 1
-        for x_BK1E, stored in ((k_BK1E, cache.keys), (v_BK1E, cache.values)):
-            if self.mask_B11C is None:
-                stored[:batch, :, end - 1 : end] = x_BK1E
-            else:
-                stored[torch.arange(batch, device=stored.device), :, self.lengths_B] = x_BK1E[:, :, 0]
-        return cache.keys[:batch, :, :end], cache.values[:batch, :, :end]
-
-    def attend(self, q_BH1E: Tensor, k_BKCE: Tensor, v_BKCE: Tensor) -> Tensor:
-        """softmax(q k^T / sqrt(E)) v, [B, H, 1, E].
-
-        Query heads that share a key/value head become queries of that head, so that its keys are read once.
-        """
-        q_BKGE = q_BH1E.reshape(q_BH1E.shape[0], k_BKCE.shape[1], -1, q_BH1E.shape[-1])
-        a_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKCE, v_BKCE, attn_mask=self.mask_B11C)
-        return a_BKGE.reshape(q_BH1E.shape)
-
-
-CacheRows = PromptRows | NextTokenRows
-"""Positions in the caches for the tokens of a forward pass."""
+    Query heads that share a key/value head become queries of that head, so that its keys are read once.
+    """
+    q_BKGE = q_BH1E.reshape(q_BH1E.shape[0], k_BKCE.shape[1], -1, q_BH1E.shape[-1])
+    return F.scaled_dot_product_attention(q_BKGE, k_BKCE, v_BKCE).reshape(q_BH1E.shape)
 
 
 @dataclass(frozen=True)
@@ -194,15 +114,13 @@ class Context:
     batch: int
     """Number of sequences B."""
     cos: Tensor
-    """Cosines of the rotary angles in the activations' dtype, [S, 1, E]; [B, S, 1, E] if sequences have different positions."""
+    """Cosines of the rotary angles in the activations' dtype, [S, 1, E]."""
     sin: Tensor
-    """Sines of the angles, [..., E / 2]: the two halves of a head have the same angles."""
+    """Sines of the angles, [S, 1, E / 2]: the two halves of a head have the same angles."""
     documents: Documents | None = None
     """Document boundaries: tokens attend only within their own document. None: they attend to the whole sequence so far."""
     caches: tuple[KVCache, ...] = ()
     """One cache per block during generation, else empty."""
-    rows: CacheRows | None = None
-    """Positions of these tokens in the caches. None: no caches."""
     is_first_half: bool = False
     """Whether these are the first half of the tokens in a sequence, whose keys and values the second half needs."""
     attends_to_first_half: bool = False
@@ -247,7 +165,7 @@ def make_context(
     compiled: bool = False,
     share: SequenceShare | None = None,
 ) -> Context:
-    """Builds the context for a micro-batch at these positions, [S] or [B, S].
+    """Builds the context for a micro-batch at these positions, [S].
 
     `document_ids_BS`: ids for whole sequences; tokens attend only within their own document. `compiled`: whether blocks
     are compiled, with one graph for all batches. `share`: the part of each sequence at these positions.
@@ -412,8 +330,8 @@ def attend(
     keys than queries, and the queries come from the local chunks.
     """
     q, k, v = q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
-    if cache is not None and context.rows is not None:
-        k, v = context.rows.store(cache, k, v)
+    if cache is not None:
+        k, v = cache.extend(k, v)
     keys_values = [(k, v)] if context.is_first_half else []
     documents, share = context.documents, context.share
     if before:
@@ -427,8 +345,8 @@ def attend(
         a = _attend_chunks(q, k, v, share)
     elif documents is not None:
         a = documents.attend(q, k, v)
-    elif isinstance(context.rows, NextTokenRows):
-        a = context.rows.attend(q, k, v)
+    elif cache is not None and q.shape[2] == 1:
+        a = attend_next(q, k, v)
     elif q.shape[2] == k.shape[2]:
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     else:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from boost.config import architecture
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
-from boost.models.attention import CacheRows, Context, KVCache, NextTokenRows, PromptRows, SequenceShare, make_context
+from boost.models.attention import Context, KVCache, SequenceShare, make_context
 from boost.models.block import TransformerBlock, flows_of, interleave
 from boost.models.fused import FusedModule, local_kv_heads
 from boost.models.group import LinearGroup
@@ -110,66 +110,38 @@ class Decoder(FusedModule):
         return torch.cat([flow.x for flow in flows]) if len(flows) > 1 else flows[0].x
 
     @torch.no_grad()
-    def next_logits(
-        self,
-        tokens_BS: Tensor,
-        caches: tuple[KVCache, ...],
-        received: tuple[Tensor, ...] = (),
-        rows: CacheRows | None = None,
-    ) -> Any:
-        """Logits [B, V] for the token after each sequence's last one. `tokens_BS` follow the tokens already in the caches.
-
-        `rows`: each sequence's row in the caches; prompts for several rows may be packed, [1, T]. None: sequence i is
-        in row i, and all sequences have the same number of tokens. Same stage inputs and outputs as `forward`.
-        """
-        counted = rows is None
-        rows = rows or self._rows(tokens_BS, caches)
-        layout, stream = self._infer(tokens_BS, caches, rows, received)
-        if counted:
-            for cache in caches:
-                cache.length += tokens_BS.shape[1]
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], received: tuple[Tensor, ...] = ()) -> Any:
+        """Logits [B, V] for the token after each sequence's last one. `tokens_BS` follow the tokens already in the caches: whole
+        prompts of one length if they are empty, or else one token each. Same stage inputs and outputs as `forward`."""
+        batch, length = tokens_BS.shape
+        layout, stream = self._infer(tokens_BS, caches, received)
         if not self.stage.has_head:
             return stream.x, *stream.latents
-        return layout.logits(stream.x, self.final_norm, self.head_weight, rows.last_tokens(stream.x.device))
+        last_B = torch.arange(1, batch + 1, device=stream.x.device) * length - 1
+        return layout.logits(stream.x, self.final_norm, self.head_weight, last_B)
 
     @torch.no_grad()
     def logits_of(self, tokens_BS: Tensor, tokens_N: Tensor) -> Tensor:
         """Logits [N, V] after each of the tokens at indices `tokens_N` (int64, 0 to B S - 1), for a single-stage model."""
-        caches = self.make_caches(*tokens_BS.shape)
-        layout, stream = self._infer(tokens_BS, caches, self._rows(tokens_BS, caches))
+        layout, stream = self._infer(tokens_BS, self.make_caches(*tokens_BS.shape))
         return layout.logits(stream.x, self.final_norm, self.head_weight, tokens_N)
 
-    def _rows(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> CacheRows:
-        """The first B rows, whose caches are equally long."""
-        (batch, length), cached = tokens_BS.shape, caches[0].length
-        if not cached:
-            return PromptRows(tuple(range(batch)), (length,) * batch)
-        assert length == 1, "a non-empty cache accepts one token at a time"
-        return NextTokenRows.of((cached,) * batch, tokens_BS.device, self.compute_dtype)
-
     def _infer(
-        self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows, received: tuple[Tensor, ...] = ()
+        self, tokens_BS: Tensor, caches: tuple[KVCache, ...], received: tuple[Tensor, ...] = ()
     ) -> tuple[Layout, Stream]:
         """Runs the blocks on tokens that follow those in the caches."""
-        layout, device = self.layout.inference, tokens_BS.device
-        if isinstance(rows, PromptRows) and tokens_BS.shape[0] < len(rows.rows):
-            context = self._context(tokens_BS, rows.positions(device), rows.document_ids())
-        elif isinstance(rows, PromptRows):
-            context = self._context(tokens_BS, torch.arange(tokens_BS.shape[1], device=device))
-        else:
-            context = self._context(tokens_BS, rows.positions(device))
-        context = replace(context, caches=caches, rows=rows)
-        (stream,) = self._run_blocks(layout, [_Part(tokens_BS, context, received)])
+        layout, length, cached = self.layout.inference, tokens_BS.shape[1], caches[0].length
+        assert not cached or length == 1, "a non-empty cache accepts one token at a time"
+        context = self._context(tokens_BS, torch.arange(cached, cached + length, device=tokens_BS.device))
+        (stream,) = self._run_blocks(layout, [_Part(tokens_BS, replace(context, caches=caches), received)])
         return layout, stream
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Empty caches, one per block, for the local heads and `batch` sequences of up to `capacity` tokens."""
         shape = self._cache_shape(batch, capacity)
-        # Attention multiplies masked values by 0, so they must not be nan.
-        create = torch.empty if batch == 1 else torch.zeros
 
         def empty() -> Tensor:
-            return create(shape, dtype=self.compute_dtype, device=self.device)
+            return torch.empty(shape, dtype=self.compute_dtype, device=self.device)
 
         return tuple(KVCache(empty(), empty()) for _ in self.blocks)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.models.attention import CacheRows, KVCache
+from boost.models.attention import KVCache
 from boost.models.decoder import Decoder
 from boost.models.interface import Layout
 from boost.models.kernels import STATISTIC_DTYPE
@@ -38,11 +38,9 @@ class StageModule(nn.Module):
         whole = torch.contiguous_format
         return tuple(x.contiguous() if x._base is None else x.clone(memory_format=whole) for x in result)
 
-    def next_logits(
-        self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows | None, *received: Tensor
-    ) -> Any:
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], *received: Tensor) -> Any:
         """Same as `Decoder.next_logits`."""
-        return self.decoder.next_logits(tokens_BS, caches, received, rows)
+        return self.decoder.next_logits(tokens_BS, caches, received)
 
 
 class Pipeline(nn.Module):
@@ -165,18 +163,17 @@ class Pipeline(nn.Module):
         return result
 
     @torch.no_grad()
-    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows | None = None) -> Tensor:
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> Tensor:
         """Logits [B, V] for the next tokens, like a whole decoder's, on every process in the pipeline."""
         layout = self.layout.inference
-        batch = len(rows.lengths) if rows is not None else tokens_BS.shape[0]
-        logits = torch.empty(batch, self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
+        logits = torch.empty(tokens_BS.shape[0], self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
         logits = logits.to(self.device)
         rest = list(caches)
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
             own, rest = rest[: len(decoder.blocks)], rest[len(decoder.blocks) :]
             assert isinstance(module, StageModule)
             received = self._receive(decoder, layout, tokens_BS.numel())
-            out = module.next_logits(tokens_BS, tuple(own), rows, *received)
+            out = module.next_logits(tokens_BS, tuple(own), *received)
             if decoder.stage.has_head:
                 logits = out.contiguous()
             else:

@@ -107,11 +107,6 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def powers_of_two(number: int) -> list[int]:
-    """Powers of two that divide `number`, ascending."""
-    return [1 << n for n in range(number.bit_length()) if number % (1 << n) == 0]
-
-
 def legal(config: Config) -> bool:
     """Whether `boost train` accepts this configuration."""
     try:
@@ -139,11 +134,12 @@ def context_sizes(request: Request, others: int) -> Sequence[int]:
     CP is tried only for long sequences (LONG_SEQUENCE), or if the global batch has fewer sequences than there would be replicas
     without CP. Otherwise DP does the same work with less communication.
     """
-    train = request.base.train
-    few = train.global_batch < request.gpus // others
+    train, replicas = request.base.train, request.gpus // others
+    few = train.global_batch < replicas
     if (train.seq_len < LONG_SEQUENCE and not few) or request.gpus % others:
         return [1]
-    return [cp for cp in powers_of_two(request.gpus // others) if cp == 1 or train.seq_len // cp >= LEAST_SHARE]
+    sizes = [1 << n for n in range(replicas.bit_length()) if replicas % (1 << n) == 0]
+    return [cp for cp in sizes if cp == 1 or train.seq_len // cp >= LEAST_SHARE]
 
 
 def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:

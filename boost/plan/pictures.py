@@ -1,4 +1,4 @@
-"""Pictures, drawn with matplotlib: a block under a layout, and grids that show the fastest layouts.
+"""The picture of a block under a layout, drawn with matplotlib.
 
 Placements in a block come from the layout, and collectives from the collective table. A layout that communicates at the
 bottleneck has its collectives between A and B. Any other layout gathers (forward) and reduces (backward) at a group's
@@ -21,7 +21,6 @@ from boost.format import format_bytes
 from boost.plan.inspection import Inspection
 
 COLORS = ("#3b6cb3", "#23877a", "#a8690f", "#a44f80")
-HUES = (*COLORS, "#6b7a2c", "#7a5fb0", "#b5533c", "#4c8fb8", "#8a7a5c", "#5c6470", "#9aa3b2")
 PATH = "#c3cad5"
 """Color of the lines between tensors."""
 FORWARD, BACKWARD = ("#344054", PAPER), ("#dde3ec", "#344054")
@@ -406,33 +405,3 @@ def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
             if word == "r" and width == factor * unit + statistic_columns(config.train.compute_dtype, parallel.tp):
                 return f"({symbol} + statistic)"
     return str(width)
-
-
-# The best choice as a function of two quantities.
-
-
-def draw_grid(
-    title: str,
-    subtitle: str,
-    corner: str,
-    columns: Sequence[str],
-    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]],
-    path: Path,
-) -> None:
-    """Draws a grid. `corner`: heading of the row labels. `rows`: the label and cells of each row; a cell is (text, kind). Each kind
-    has its own color; '' leaves a cell uncolored."""
-    left, top, line = 150.0, 128.0, 40.0
-    width = (WIDTH - left - MARGIN) / len(columns)
-    canvas = Canvas(top + len(rows) * line + MARGIN, title, subtitle)
-    kinds = sorted({kind for _, cells in rows for _, kind in cells if kind})
-    hue = dict(zip(kinds, HUES, strict=False))
-    for x, words in ((MARGIN, corner), *((left + i * width + 12, column) for i, column in enumerate(columns))):
-        canvas.text(words, x, top - 12, 13, MUTED)
-    for number, (label, cells) in enumerate(rows):
-        y = top + number * line
-        canvas.text(label, MARGIN, y + 25, 13)
-        for column, (words, kind) in enumerate(cells):
-            fill, ink = (hue[kind], PAPER) if kind else (PAPER, MUTED)
-            canvas.box(left + column * width + 3, y + 3, width - 6, line - 6, fill, PATH, radius=4, line=1.0)
-            canvas.text(words, left + column * width + 12, y + 25, 13, ink, room=width - 20)
-    canvas.write(path)

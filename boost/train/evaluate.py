@@ -37,7 +37,7 @@ class Evaluation:
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float
-    """loss / ln 2 / bytes of text per token in the split (with a loss mask: per target). Comparable across tokenizers."""
+    """loss / ln 2 / bytes of text per token in the split. Comparable across tokenizers."""
     sources: "Mapping[str, Evaluation]" = field(default_factory=dict)
     """Evaluations of a mixture's stores by name; `loss` is the mean of their losses, weighted as in training."""
 
@@ -99,7 +99,7 @@ def evaluate(
                 f"{part.path}: none of the evaluated tokens counts toward the loss; evaluate more tokens, or whole documents"
             )
         loss = nats / count
-        bits_per_byte = loss / math.log(2) / part.bytes_per_target
+        bits_per_byte = loss / math.log(2) / part.bytes_per_token
         return Evaluation(round(count), loss, _perplexity(loss), bits_per_byte)
 
     if isinstance(split, Split):
@@ -110,7 +110,7 @@ def evaluate(
         share = None if max_tokens is None else max(round(max_tokens * weight), 1)
         of_stores[name] = of_store(part, share, f"evaluate {name}")
         loss += float(weight) * of_stores[name].loss
-        bytes_per_token += float(weight) * part.bytes_per_target
+        bytes_per_token += float(weight) * part.bytes_per_token
     tokens = sum(evaluation.tokens for evaluation in of_stores.values())
     return Evaluation(tokens, loss, _perplexity(loss), loss / math.log(2) / bytes_per_token, of_stores)
 

@@ -162,7 +162,7 @@ class Trainer:
                     self.warnings.append(
                         "parameters that are frozen or tied in the checkpoint are trained, each by itself"
                     )
-        self.inherit(inherited_data(self.config, self.corpus, checkpoint))
+        self.inherit(inherited_data(self.config, checkpoint))
         for warning in self.warnings:
             log.warning(warning)
         self.saves.supersede_later(self.resumed_from, self.position.step)
@@ -333,7 +333,7 @@ class Trainer:
             self.notify("on_bad_step", event)
         elif not stats.updates:
             say = log.info if self._said_empty else self.warn
-            say(f"step {self.position.step} changed nothing, because the loss masks exclude all of its tokens")
+            say(f"step {self.position.step} changed nothing, because none of its tokens has a target")
             self._said_empty = True
 
     def _roll_back(self) -> None:

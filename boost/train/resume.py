@@ -124,16 +124,12 @@ def require_start(found: Checkpoint, config: Config, store: TokenStore) -> None:
     store.require_tokenizer(found.require_tokenizer(), f"'{found.path}'")
 
 
-def inherited_data(config: Config, corpus: Corpus, source: Checkpoint | None) -> JsonObject:
+def inherited_data(config: Config, source: Checkpoint | None) -> JsonObject:
     """Data that this run's checkpoints inherit from `source`, the checkpoint that it resumes or starts from: the model's context
     length, if the run trains on shorter sequences, and other content of the original Hugging Face folder, such as a chat
-    template. If that folder has no template, the chat template of a store of conversations is used."""
+    template."""
     hub: JsonObject = dict(source.data.get(ckpt.HUB) or {}) if source else {}
     context = source.context if source else 0
-    chat = next((store.chat for store in corpus.stores if store.chat), None)
-    if chat and not hub.get("chat_templates"):
-        tokenizer = {**chat["tokenizer"], **hub.get("tokenizer", {})}
-        hub = {**hub, "tokenizer": tokenizer, "chat_templates": {"default": chat["template"]}}
     longer = {"context": context} if context > config.train.seq_len else {}
     return longer | ({ckpt.HUB: hub} if hub else {})
 

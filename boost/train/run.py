@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from boost.config import Config
 from boost.config.architecture import parameter_count
-from boost.config.recipes import TOKENS_PER_PARAMETER
-from boost.config.schema import BF16_WEIGHTS_COST
+from boost.config.schema import BF16_WEIGHTS_COST, TOKENS_PER_PARAMETER
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
 from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, thread_limit
@@ -299,20 +298,12 @@ def start_advice(trainer: Trainer) -> Iterator[str]:
                 f"beyond {MANY_EPOCHS:.0f} epochs, more text helps more than additional steps"
             )
     for store in corpus.stores:
-        split = store.split("heldout")
-        heldout = split.n_tokens if split.n_targets is None else split.n_targets
+        heldout = store.split("heldout").n_tokens
         if heldout < FEW_HELDOUT_TOKENS:
-            counted = "" if split.n_targets is None else " that count toward the loss"
             yield (
-                f"the held-out split of {store.path} has {format_count(heldout)} tokens{counted}, fewer than "
+                f"the held-out split of {store.path} has {format_count(heldout)} tokens, fewer than "
                 f"{format_count(FEW_HELDOUT_TOKENS)}, so its loss is noisy; prepare the store with a larger --heldout"
             )
-    masked = [store.path for store in corpus.stores if store.is_masked]
-    if masked and not trainer.config.data.isolate_documents:
-        yield (
-            f"{masked[0]} holds conversations, but tokens attend to earlier conversations in the same sequence; "
-            "set data.isolate_documents = true"
-        )
     if trainer.mesh.device.type == "cuda" and train.compute_dtype == "float32" and allows_tf32():
         yield (
             "this run computes in TF32, because train.compute_dtype = 'float32' and this process allows TF32; to forbid it, unset "

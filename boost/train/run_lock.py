@@ -193,18 +193,6 @@ def require_unlocked(folder: Path | str) -> None:
         raise in_use_error(path.parent, owner)
 
 
-def is_held(folder: Path | str) -> bool:
-    """Whether a run holds the lock. Does not wait. For an owner on another host, compares the modification time with the local
-    clock."""
-    path = Path(folder) / LOCK_FILE
-    owner = read_record(path)
-    alive = _is_alive(owner) if owner else False
-    if alive is None:
-        touched = _touched(path)
-        return touched is not None and time.time() - touched / 1e9 < STALE_S
-    return alive
-
-
 def in_use_error(folder: Path, owner: JsonObject) -> ConfigError:
     """The error for a run directory that is in use; it names the owner."""
     return ConfigError(

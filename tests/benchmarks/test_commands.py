@@ -5,7 +5,6 @@ import pytest
 from benchmarks.commands import main
 
 BAD = [
-    (["curves", "--tp", "1"], ["--tp = 1", "smallest valid value: 2"]),
     (["recompute", "--tp", "0"], ["--tp = 0", "smallest valid value: 1"]),
     (["recompute", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
     (["recompute", "--batches", "4", "-1"], ["--batches = -1", "smallest valid value: 1"]),
@@ -17,14 +16,7 @@ BAD = [
     (["steps", "--run.device", "cpu", "--hardware", "h100-80g"], ["--hardware = 'h100-80g'", "boost plan calibrate"]),
     (["steps", "--run.device", "cpu", "--tp", "3"], ["parallel.tp = 3", "nearest valid value"]),
     (["steps", "--train.step", "3"], ["train.step", "did you mean"]),
-    (["perplexity", "--tp", "1"], ["--tp = 1", "smallest valid value: 2"]),
-    (["perplexity", "--few-seeds", "7", "8"], ["--few-seeds: 7", "not one of --seeds"]),
-    (["perplexity", "--seeds", "3"], ["--seeds = 3", "two distinct seeds"]),
-    (["perplexity", "--seeds", "0", "1", "1"], ["--seeds = 0 1 1", "two distinct seeds"]),
-    (["perplexity", "--tp", "3"], ["parallel.tp = 3", "nearest valid value"]),
     (["single", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
-    (["smollm2", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
-    (["smollm2", "--questions", "-1"], ["--questions = -1", "smallest valid value: 0"]),
     (["single", "--model.dim", "1000"], ["model.heads = 8", "nearest valid value: 10"]),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`boost export` of random models in other consumers: transformers (also run under 4.56), and MLX-LM if it is installed.
+"""`boost export` of random models in other consumers: transformers, and MLX-LM if it is installed.
 
 The oracle is our own decoder: logits, greedy text, and the weights that come back.
 """

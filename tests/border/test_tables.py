@@ -1,12 +1,10 @@
-"""Files and folders that pandas, pyarrow and datasets write: our texts are those of `load_dataset` or `load_from_disk` for the same
+"""Files and folders that pyarrow and datasets write: our texts are those of `load_dataset` or `load_from_disk` for the same
 path, or the file is refused in one line, or the report names what is different."""
 
-import csv
 import json
 import os
 import random
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import pytest
 from boost.data.report import PrepareReport
 from boost.data.sources import FilesSource
 from boost.errors import DataError
-from tests.data.inputs import compressed
 
 WORDS = [
     "a", "word", "é", "漢", "🎉", ",", ";", "|", "\t", "\n", "\r\n", '"', '""', "'", "\\", '\\"', "{", "}", "007", "1.5", "NA",
@@ -93,37 +90,6 @@ def compare(path: Path, expected: Texts, seed: int) -> str:
     skipped = sum(skip.count for source in report.sources for entry in source.files for skip in entry.skipped.values())
     assert len(found) + skipped >= len(expected), seed
     return "equal"
-
-
-def check_csv(rng: random.Random, folder: Path, seed: int) -> str:
-    table = draw_table(rng)
-    suffix = rng.choice((".csv", ".csv", ".tsv"))
-    sep = rng.choice((",", ",", ";", "\t", "|")) if suffix == ".csv" else "\t"
-    options: dict[str, Any] = {"quoting": rng.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC))}
-    if rng.random() < 0.2:
-        options |= {"doublequote": False, "escapechar": "\\"}
-    path = folder / f"x{suffix}"
-    with_index = rng.random() < 0.3
-    table.to_csv(path, sep=sep, index=with_index, encoding=rng.choice(("utf-8", "utf-8-sig")), **options)
-    notes = set[str]()
-    with suppress(DataError):
-        notes = names_of(ours(path, "text")[1], "notes")
-    escapes = "in which quotes enclose fields, escaped with \\" in notes
-    reading = {"escapechar": "\\", "doublequote": False} if escapes else {}
-    try:
-        expected = oracle(folder / "cache", "csv", data_files=str(path), sep=sep, **reading)
-    except Exception:
-        expected = []  # numbers and text in different chunks, or fields that do not line up
-    if not all(isinstance(value, str | None) or value != value for value in expected):
-        if "label" not in table:
-            with pytest.raises(DataError, match="no text column found"):
-                ours(path)
-        return "refused"
-    result = compare(path, expected, seed)
-    if rng.random() < 0.2:
-        packed = compressed(folder / f"y{suffix}{rng.choice(('.gz', '.bz2', '.xz', '.zst'))}", path.read_bytes())
-        assert compare(packed, expected, seed) == result, seed
-    return result
 
 
 def check_json(rng: random.Random, folder: Path, seed: int) -> str:
@@ -214,14 +180,14 @@ STEMS = [
 
 
 def check_splits(rng: random.Random, folder: Path, seed: int) -> str:
-    path, suffix = folder / "corpus", rng.choice((".csv", ".jsonl", ".parquet", ".txt"))
+    path, suffix = folder / "corpus", rng.choice((".jsonl", ".parquet", ".txt"))
     names = {rng.choice(FOLDERS) + rng.choice(STEMS) + suffix for _ in range(rng.randint(1, 5))}
     for name in names:
         (file := path / name).parent.mkdir(parents=True, exist_ok=True)
         if suffix == ".parquet":
             pq.write_table(pa.table({"text": [name]}), file)
         else:
-            file.write_text({".csv": f"text\n{name}\n", ".jsonl": json.dumps({"text": name})}.get(suffix, name))
+            file.write_text(json.dumps({"text": name}) if suffix == ".jsonl" else name)
     if rng.random() < 0.3:
         configs: dict[str, Any] = {"train": rng.choice(("*", "**/*", "**/train*", "data/*"))}
         configs |= {"test": rng.choice(("**/test*", "**/*test*"))} if rng.random() < 0.5 else {}
@@ -251,7 +217,7 @@ def check_splits(rng: random.Random, folder: Path, seed: int) -> str:
 
 
 CHECKS = {
-    "csv": check_csv, "json": check_json, "parquet": check_parquet, "arrow": check_arrow, "saved": check_saved,
+    "json": check_json, "parquet": check_parquet, "arrow": check_arrow, "saved": check_saved,
     "splits": check_splits,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`boost generate`: where prompts come from, chat, and what is printed."""
+"""`boost generate`: where prompts come from, and what is printed."""
 
 import io
 import itertools
@@ -14,7 +14,6 @@ from boost.train.checkpoint import Checkpoint
 from tests.cli.commands import Capture, done, say
 
 SHORT = ("--max-tokens", 6, "--seed", 3)
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 Generate = Callable[..., str]
 
 
@@ -22,14 +21,6 @@ Generate = Callable[..., str]
 def generate(checkpoint: Path, capsys: Capture) -> Generate:
     """The stdout of `boost generate` with these words."""
     return lambda *words: done(capsys, "generate", checkpoint, *words)
-
-
-@pytest.fixture
-def chat(checkpoint: Path) -> Any:
-    """The checkpoint, temporarily with a chat template."""
-    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-    yield checkpoint
-    (checkpoint / "chat_template.jinja").unlink()
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
@@ -56,17 +47,14 @@ def test_each_of_several_prompts_is_continued_as_if_it_were_alone(generate: Gene
     assert out == "".join(texts)
 
 
-@pytest.mark.parametrize("batch", [2, 5])
-def test_samples_of_a_prompt_differ_and_do_not_depend_on_the_batch(batch: int, generate: Generate) -> None:
+def test_samples_of_a_prompt_differ(generate: Generate) -> None:
     words: tuple[object, ...] = ("--prompt", "def ", "--prompt", "class Toy", "--max-tokens", 6, "--temperature", 1.5)
     words = (*words, "--seed", 3, "--samples", 2)
-    expected = lines_of(generate(*words, "--json", "--batch", 1))
+    expected = lines_of(generate(*words, "--json"))
     assert [(line["prompt"], line["sample"]) for line in expected] == list(
         itertools.product(["def ", "class Toy"], [0, 1])
     )
     assert len({line["text"] for line in expected}) == 4
-    words = (*words, "--batch", batch)
-    assert lines_of(generate(*words, "--json")) == expected
     out = generate(*words)
     headers = [f"--- {prompt} of 2, sample {sample} of 2" for prompt in (1, 2) for sample in (1, 2)]
     each = zip(headers, expected, strict=True)
@@ -100,22 +88,9 @@ def test_standard_input(
         (b'{"text": "x"}', ["--prompts", "FILE"], 'line 1 is not of the form {"prompt": "text"}'),
         (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
         (b'{"prompt": "\\ud800"}', ["--prompts", "FILE"], "line 1 is not valid Unicode"),
-        (b"", ["--chat", "--json"], "--chat without --prompt is interactive"),
-        (b"", ["--prompt", "a", "--batch", "0"], "--batch = 0 is too small; smallest valid value: 1"),
         (b"", ["--prompt", "a", "--samples", "-1"], "--samples = -1 is too small; smallest valid value: 1"),
-        (
-            b'{"messages": []}',
-            ["--prompts", "FILE", "--chat"],
-            '{"messages": [{"role": "user", "content": "text"}, ...]}',
-        ),
         (b'{"messages": [{"role": "user", "content": "x"}]}', ["--prompts", "FILE"], 'of the form {"prompt": "text"}'),
         (b'{"prompt": [{"role": "user", "content": "x"}]}', ["--prompts", "FILE"], 'of the form {"prompt": "text"}'),
-        (
-            b'{"prompt": "x", "tools": 3}',
-            ["--prompts", "FILE", "--chat"],
-            "line 1: with a number as 'tools', not a list",
-        ),
-        pytest.param(b"", ["--chat", "--prompt", "hello"], "has no chat template", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes(
@@ -126,68 +101,6 @@ def test_mistakes(
     code, out, err = say(capsys, "generate", checkpoint, *(str(file) if w == "FILE" else w for w in words))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and expected in err
-
-
-@pytest.mark.slow
-def test_chats_of_a_file(chat: Path, tmp_path: Path, generate: Generate) -> None:
-    said = [{"role": "system", "content": "brief"}, {"role": "user", "content": "hi"}]
-    file = tmp_path / "chats.jsonl"
-    file.write_text(json.dumps({"messages": said}) + '\n{"prompt": "hello"}\n')
-    out = generate("--chat", "--prompts", file, "--json", *SHORT)
-    rendered = ("[system]brief\n[user]hi\n[assistant]", "[user]hello\n[assistant]")
-    plain = [lines_of(generate("--prompt", each, "--json", *SHORT))[0] for each in rendered]
-    first, second = lines_of(out)
-    assert first == {"messages": said, "text": plain[0]["text"], "tokens": plain[0]["tokens"]}
-    assert second == {**plain[1], "prompt": "hello"}
-
-
-@pytest.mark.slow
-def test_a_chat_of_a_file_has_tools_and_what_they_returned(
-    checkpoint: Path, tmp_path: Path, generate: Generate, capsys: Capture
-) -> None:
-    """In the form that the template was trained with."""
-    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
-    named = "{% for t in tools or [] %}<{{ t.name }}>{% endfor %}{{ style }}"
-    template, file = checkpoint / "chat_template.jinja", tmp_path / "chats.JSONL"
-    template.write_text(named + TEMPLATE.replace("{{ m.content }}", f"{{{{ m.content or '' }}}}{calls}"))
-    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
-    said = [
-        {"role": "user", "content": "hi", "id": 3},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-    ]
-    record = {
-        "messages": said,
-        "tools": [{"name": "f"}],
-        "chat_template_kwargs": {"style": "!"},
-        "stop": ["a"],
-        "id": 7,
-    }
-    words: tuple[object, ...] = ("--chat", "--prompts", file, "--json", "--greedy", *SHORT)
-    try:
-        file.write_text(json.dumps(record))
-        code, out, err = say(capsys, "generate", checkpoint, *words)
-        assert code == 0 and err.startswith(f"warning: --prompts = '{file}': fields without effect: stop, id\n")
-        assert err.endswith("warning: a chat with 'id' in a message, which the chat template does not use\n")
-        (answer,) = lines_of(out)
-        assert answer["messages"] == said
-        file.write_text(json.dumps({"prompt": "hi", "chat_template_kwargs": {"thinking": True}}))
-        code, _, err = say(capsys, "generate", checkpoint, *words)
-        assert code == 2 and err.count("\n") == 1 and "does not use 'thinking', or boost sets it; remove it" in err
-    finally:
-        template.unlink()
-
-
-@pytest.mark.slow
-def test_a_dialog_remembers_what_was_said(chat: Path, monkeypatch: pytest.MonkeyPatch, generate: Generate) -> None:
-    said = iter(["one", "two", ""])
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda _: next(said))
-    out = generate("--chat", *SHORT)
-    answer = lines_of(generate("--chat", "--prompt", "one", "--json", *SHORT))[0]["text"]
-    history = f"[user]one\n[assistant]{answer}\n[user]two\n[assistant]"
-    again = lines_of(generate("--prompt", history, "--json", *SHORT))[0]["text"]
-    assert out == f"An empty line or Ctrl-D ends the chat.\n{answer}\n{again}\n"
 
 
 def test_text_beyond_the_context_is_a_warning(

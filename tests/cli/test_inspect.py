@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from boost.cli.main import main
-from tests.cli.commands import Capture, done, say
+from tests.cli.commands import Capture, done, refused, say
 from tests.plan.toys import LAYOUTS
 
 
@@ -152,6 +152,11 @@ def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: Capture) -> None:
     assert text.startswith("<?xml") and "btp-sp · mine · TP 2" in text
     assert say(capsys, "inspect", "demo", "--svg", str(tmp_path / "x.bmp"))[0] == 2
     assert say(capsys, "inspect", "demo", "--svg", str(tmp_path / "no" / "x.svg"))[0] != 0
+
+
+def test_a_picture_needs_matplotlib(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("boost.drawing.importlib.util.find_spec", lambda name: None)
+    assert "pip install matplotlib" in refused(capsys, "inspect", "demo", "--svg", "x.svg")
 
 
 @pytest.mark.slow

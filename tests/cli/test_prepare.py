@@ -9,7 +9,6 @@ import pytest
 from boost.cli import prepare as command
 from boost.data.store import TokenStore
 from tests.cli.commands import say
-from tests.data.chats import chat_tokenizer, write_conversations
 from tests.data.inputs import write_texts
 
 
@@ -63,6 +62,20 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, boost):
         (): "no input given",
         (tmp_path / "latin.txt",): "not UTF-8 text at byte 3",
         (corpus, "--heldout", "2"): "--heldout 2.0",
+        (corpus, "--from-tokens", "x.bin"): "--from-tokens cannot be combined with INPUT; remove one of them",
+        (
+            "--from-tokens",
+            "x.bin",
+            "--stdlib",
+            "--max-tokens",
+            "9",
+        ): "cannot be combined with --stdlib and --max-tokens",
+        (
+            "--from-tokens",
+            "x.bin",
+            "--heldout-split",
+            "validation",
+        ): "cannot be combined with --heldout-split; remove one",
     }
     for arguments, message in cases.items():
         code, out, err = boost(*arguments, "--out", tmp_path / "store")
@@ -72,12 +85,12 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, boost):
 
 
 def test_what_was_read_in_another_form_is_printed(tmp_path, boost):
-    (tmp_path / "x.csv").write_bytes(b"n,body\r\n" + b'1,"a line\r\nof two"\r\n' * 20)
-    code, out, _ = boost(tmp_path / "x.csv", "--out", tmp_path / "store", "--tokenizer", "train:270")
+    (tmp_path / "x.jsonl").write_bytes(b'{"n": 1, "body": "a line\\r\\nof two"}\n' * 20)
+    code, out, _ = boost(tmp_path / "x.jsonl", "--out", tmp_path / "store", "--tokenizer", "train:270")
     assert (
         code == 0
         and "\nnotes\n" in out
-        and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.csv'}" in out
+        and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.jsonl'}" in out
     )
     assert "1 read from column 'body', because" in out and "\nskipped" not in out
 
@@ -99,7 +112,7 @@ def test_ids_of_another_tool(corpus, tmp_path, boost, monkeypatch):
         ([], None, True, "data/stdlib"),
         (["a/book.txt"], None, False, "data/book"),
         (["rows.jsonl.gz", "b"], None, True, "data/rows"),
-        (["rows.csv.zst"], None, False, "data/rows"),
+        (["rows.json.zst"], None, False, "data/rows"),
         ([], "owner/rows:english", False, "data/rows"),
         (["v1.2/x.tar.txt"], None, False, "data/x.tar"),
     ],
@@ -125,14 +138,3 @@ def test_the_progress_bar_draws(monkeypatch, capsys):
     assert [task.description for task in bar.display.tasks] == ["encoding"]
     assert bar.display.tasks[0].completed == 50
     bar.close()
-
-
-def test_conversations(tmp_path, boost):
-    chats = write_conversations(tmp_path / "chats.jsonl", 30)
-    arguments = ("--chat", chats, "--tokenizer", chat_tokenizer(tmp_path / "tokenizer"), "--out", tmp_path / "store")
-    code, out, _ = boost(*arguments)
-    assert code == 0 and "tokens count toward the loss" in out
-    sizes = TokenStore.open(tmp_path / "store").meta["splits"]["train"]
-    assert f"{sizes['targets']:,}" in out and 0 < sizes["targets"] < sizes["tokens"]
-    code, _, err = boost("--chat", tmp_path / "none.jsonl", "--tokenizer", tmp_path / "tokenizer")
-    assert code != 0 and "no such file or folder; check the spelling\n" in err

@@ -1,56 +1,11 @@
-"""Results on a 60-column terminal: wrapped at words, never truncated."""
+"""Results on a narrow terminal: wrapped at words, never truncated."""
 
 import io
-import re
-from collections.abc import Callable
-from pathlib import Path
 
-import pytest
 from rich.console import Console
 from rich.table import Table
 
-from boost.cli.main import main
 from boost.cli.terminal import print_fact, print_table
-
-WIDTH = 60
-
-
-@pytest.fixture
-def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Runs a command with stdout on a terminal of 60 columns and returns its lines."""
-    for name, value in {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-
-    def run(*words: str) -> list[str]:
-        terminal = io.StringIO()
-        terminal.isatty = lambda: True  # type: ignore[method-assign]
-        with monkeypatch.context() as patch:
-            patch.setattr("sys.stdout", terminal)
-            assert main(list(words)) == 0
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).splitlines()
-
-    return run
-
-
-def test_tables_of_inspect_and_config_fit(on_terminal: Callable[..., list[str]], tmp_path: Path) -> None:
-    for words in (("inspect", "demo"), ("inspect", "boost-7b"), ("config",)):
-        lines = on_terminal(*words)
-        assert lines
-        assert max(map(len, lines)) <= WIDTH, words
-        assert not any("…" in line for line in lines), words
-    text = " ".join("\n".join(on_terminal("inspect", "boost-7b")).split())
-    for words in ("[11008, 1024]", "reduce-scatter", "replicated, gradient summed once per step", "per micro-batch"):
-        assert words in text
-    assert "boost-7b" in on_terminal("config")
-
-
-def test_a_plan_fits_except_its_command(on_terminal: Callable[..., list[str]]) -> None:
-    words = ["plan", "--model", "1b", "--gpus", "2", "--gpu", "a100", "--seq", "2048", "--global-batch", "8"]
-    lines = on_terminal(*words, "--explain")
-    start = next(number for number, line in enumerate(lines) if line.startswith("command"))
-    end = lines.index("", start)
-    assert max(len(line) for line in lines[:start] + lines[end:]) <= WIDTH
-    assert not any("…" in line for line in lines)
 
 
 def console(width: int) -> Console:

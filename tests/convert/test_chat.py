@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-import boost
 from boost.convert.export import export
-from boost.convert.vocabulary import end_tokens, load_template_of, merged_tokenizer_config, read_vocabulary
+from boost.convert.vocabulary import end_tokens, merged_tokenizer_config, read_vocabulary
 from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from boost.errors import BoostError, DataError
 from boost.train.checkpoint import open_checkpoint
@@ -212,27 +211,6 @@ def test_damaged_settings_are_named(file: str, content: str | bytes, message: st
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
-def test_generate_uses_the_imported_template(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = chat_folder(tmp_path / "theirs", store, {"default": TEMPLATE}, "files")
-    bring(source, tmp_path / "ours")
-    words = ("--max-tokens", 5, "--greedy", "--json", "--device", "cpu")
-    code, out, err = say(capsys, "generate", tmp_path / "ours", "--chat", "--prompt", "def main", *words)
-    assert code == 0, err
-    tokenizer = load_tokenizer(tmp_path / "ours" / "tokenizer.json")
-    tokenizer.encode_special_tokens = False
-    text = "<|im_start|>user\ndef main<|im_end|>\n<|im_start|>assistant\n"
-    model = boost.Model.from_pretrained(tmp_path / "ours")
-    expected = model.generate(tokenizer.encode(text, add_special_tokens=False).ids, 5, temperature=0)
-    assert json.loads(out)["tokens"] == expected
-    # Every token that the folder names as an end is one.
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [301, 0, expected[1]]}))
-    bring(source, tmp_path / "ends")
-    assert end_tokens(open_checkpoint(tmp_path / "ends").data) == [301, 0, expected[1]]
-    out = say(capsys, "generate", tmp_path / "ends", "--chat", "--prompt", "def main", *words)[1]
-    assert json.loads(out)["tokens"] == expected[: expected.index(expected[1]) + 1]
-
-
 @pytest.mark.parametrize(
     "name", ["../../PWNED", "/PWNED", "..\\..\\PWNED", "C:PWNED", "..", "", "a\0b", "\ud800", "n" * 250]
 )
@@ -247,13 +225,9 @@ def test_a_template_of_a_checkpoint_writes_nothing_outside(
     (tmp_path / "in" / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "in" / "tmp"))
     before = {file for file in tmp_path.rglob("*") if not file.is_relative_to(path)}
-    for write in (
-        lambda: export(checkpoint, tmp_path / "in" / "out", None, True, GB),
-        lambda: load_template_of(checkpoint),
-    ):
-        with pytest.raises(DataError, match=r"state\.json': hub\.chat_templates = .* is not a valid file") as caught:
-            write()
-        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"state\.json': hub\.chat_templates = .* is not a valid file") as caught:
+        export(checkpoint, tmp_path / "in" / "out", None, True, GB)
+    assert "\n" not in str(caught.value)
     assert {file for file in tmp_path.rglob("*") if not file.is_relative_to(path)} == before
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from boost.train.generate import generate_batch
+from boost.train.generate import generate
 from boost.train.sampling import Sampling
 from tests.convert.toys import CASES, exported, loaded
 
@@ -18,9 +18,7 @@ def test_continuous_batching_gives_the_text_of_each_prompt_alone(name: str, tmp_
     model, merge, _ = CASES[name]
     folder = exported(tmp_path, {"init_std": 0.5, **model}, store / "tokenizer.json", merge, eos=1)
     decoder, _ = loaded(tmp_path / "c")
-    expected: list[list[int]] = [[] for _ in PROMPTS]
-    for new in generate_batch(decoder, PROMPTS, 9, Sampling(0.0), batch=4):
-        expected[new.prompt].append(new.token)
+    expected = [list(generate(decoder, prompt, 9, Sampling(0.0))) for prompt in PROMPTS]
     assert len({token for text in expected for token in text}) > 4, "text that says one word would show little"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     settings = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)

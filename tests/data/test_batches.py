@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import Batch, Batches, DocumentBatches, EvaluationBatches, PackedWindows, ShuffledOrder
+from boost.data.batches import Batches, DocumentBatches, EvaluationBatches, ShuffledOrder
 from boost.data.mixture import MixedSplit
-from boost.data.store import Spans, Split, boundaries_of
+from boost.data.store import Split
 from boost.errors import ConfigError, DataError
 from boost.parallel.mesh import share
 
@@ -212,71 +212,11 @@ def test_importing_grain_says_nothing_and_hides_nothing():
     assert "jax" not in done.stderr and "kept" in done.stderr
 
 
-def split_of(lengths: list[int], mask: np.ndarray | None = None, firsts: bool = False) -> Split:
-    """Documents of these lengths, every token its own position; `mask`: which tokens count, first ones too only with `firsts`."""
+def split_of(lengths: list[int]) -> Split:
+    """Documents of these lengths, every token its own position."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     n = int(offsets[-1])
-    if mask is None:
-        return Split("heldout", Path("STORE"), np.arange(n, dtype=np.uint32), offsets, n, n + 1, n)
-    if not firsts:
-        mask[offsets[:-1]] = False
-    tokens, targets = np.arange(n, dtype=np.uint32), Spans(boundaries_of(mask))
-    return Split("train", Path("STORE"), tokens, offsets, n, n + 1, n, None, targets, int(mask.sum()), int(mask.sum()))
-
-
-@given(st.lists(st.integers(2, 30), min_size=1, max_size=12), st.integers(1, 20), st.integers(0, 2**32 - 1))
-def test_packed_windows(lengths: list[int], seq_len: int, seed: int) -> None:
-    mask = np.random.default_rng(seed).random(sum(lengths)) < 0.3
-    mask[-1] = True  # one at least
-    split = split_of(lengths, mask)
-    windows, targets, first = PackedWindows(split, seq_len), list[int](), -1
-    for segments in (windows[i] for i in range(len(windows))):
-        assert sum(segment.n_inputs + 1 for segment in segments) <= seq_len + 1
-        assert [*segments] == sorted(segments, key=lambda segment: segment.start) and segments[0].start > first
-        first = segments[0].start
-        for segment in segments:
-            inside = np.arange(segment.start + 1, segment.start + 1 + segment.n_inputs)
-            assert mask[inside].any(), "a segment without a target teaches nothing"
-            targets += inside[mask[inside]].tolist()
-            document = int(np.searchsorted(split.documents, segment.start, side="right")) - 1
-            begin, end = (int(split.documents[document + i]) for i in (0, 1))
-            is_whole = segment.start == begin and segment.start + segment.n_inputs + 1 == end
-            assert is_whole or end - begin > seq_len + 1, "only a document that fits in no sequence is cut"
-    assert sorted(targets) == np.flatnonzero(mask).tolist(), "every counted token is a target once"
-
-
-def test_the_fullest_sequence_with_enough_room_takes_a_document() -> None:
-    lengths = [4, 7, 3, 6, 2, 11]
-    split = split_of(lengths, np.ones(sum(lengths), dtype=bool))
-    windows = PackedWindows(split, 10)
-    starts = [[segment.start for segment in windows[i]] for i in range(len(windows))]
-    # 11, then 7 + 4, then 6 + 3 + 2: eleven positions each.
-    assert starts == [[0, 4], [11, 14, 20], [22]]
-
-
-def test_almost_all_positions_are_filled() -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(rng.gamma(2.0, 100.0, 4000).astype(int) + 2, 1025)
-    split = split_of(lengths.tolist(), np.ones(int(lengths.sum()), dtype=bool))
-    assert lengths.sum() / (len(PackedWindows(split, 1024)) * 1025) > 0.99
-
-
-def test_short_documents_share_a_sequence_and_the_rest_is_padded() -> None:
-    mask = np.zeros(22, dtype=bool)
-    mask[[2, 3, 6, 8, 15, 21]] = True
-    split = split_of([5, 4, 7, 6], mask)  # documents start at 0, 5, 9, 16
-    batches = Batches(split, 11, 1, 0)
-    assert batches.n_samples == 2
-    first, second = (batches.samples([index]) for index in range(2))
-    assert first.tokens.shape == (1, 11)
-    first, second = (Batch(*(x[0] for x in (b.tokens, b.targets, b.document_ids))) for b in (first, second))
-    assert first.tokens.tolist() == [*range(5), *range(9, 15)] and first.document_ids.tolist() == [0] * 5 + [1] * 6
-    assert [int(t) for t in first.targets if t != IGNORED] == [2, 3, 15]
-    assert second.tokens.tolist() == [*range(5, 9), *range(16, 21), 22, 22]
-    assert second.document_ids.tolist() == [0] * 4 + [1] * 5 + [2] * 2
-    assert [int(t) for t in second.targets if t != IGNORED] == [6, 8, 21]
-    evaluated = [int(t) for part in EvaluationBatches(split, 11, 2) for t in part.targets.ravel() if t != IGNORED]
-    assert sorted(evaluated) == [2, 3, 6, 8, 15, 21]
+    return Split("heldout", Path("STORE"), np.arange(n, dtype=np.uint32), offsets, n, n + 1, n)
 
 
 X = IGNORED
@@ -294,12 +234,6 @@ def test_two_ranks_share_the_documents() -> None:
     split = split_of([3, 6, 2])
     ranks = [[batch.targets.tolist() for batch in DocumentBatches(split, 4, 1, rank, 2)] for rank in (0, 1)]
     assert ranks == [[[[1, 11, X, X]], [[11, X, X, X]]], [[[4, 5, 11, X]], [[X, X, X, X]]]]
-
-
-def test_only_tokens_of_the_loss_mask_are_targets() -> None:
-    mask = np.isin(np.arange(11), [2, 5, 8, 9])
-    (batch,) = DocumentBatches(split_of([3, 6, 2], mask, firsts=True), 4, 3)
-    assert batch.targets.tolist() == [[X, 11, X, X], [X, 5, X, X], [X, X, X, X]], "9 is a first token"
 
 
 def test_a_part_of_the_documents() -> None:

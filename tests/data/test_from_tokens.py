@@ -9,8 +9,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from boost.data import from_tokens
-from boost.data.from_tokens import TokenInput, byte_counter, open_token_files
-from boost.data.prepare import PrepareOptions, Progress, prepare
+from boost.data.from_tokens import TokenInput, byte_counter, open_token_files, prepare_tokens
+from boost.data.options import PrepareOptions, Progress, TokenOptions
+from boost.data.prepare import prepare
 from boost.data.report import PrepareReport
 from boost.data.tokenizer import train_tokenizer
 from boost.data.verify import verify
@@ -68,7 +69,7 @@ def ids(tokenizer):
 
 def options(tmp_path, made, path, **changes):
     given = {"out": tmp_path / "store", "from_tokens": str(path), "tokenizer": made[1], "heldout": 0.1, **changes}
-    return PrepareOptions(**given)
+    return TokenOptions(**given)
 
 
 def documents(split):
@@ -96,21 +97,21 @@ def check(store, ids):
 def test_megatron(with_eos, tmp_path, tokenizer, ids):
     sequences = [[each[:3], each[3:] + [0] * with_eos] for each in ids]
     index = write_megatron(tmp_path / "x", sequences, "int32")
-    result = prepare(options(tmp_path, tokenizer, index))
+    result = prepare_tokens(options(tmp_path, tokenizer, index))
     check(result.store, ids)
     assert result.store.split("train").tokens.dtype == np.dtype("<u2")
-    again = prepare(options(tmp_path, tokenizer, index))
+    again = prepare_tokens(options(tmp_path, tokenizer, index))
     assert again.up_to_date and not result.up_to_date
     index.write_bytes(index.read_bytes())
     with pytest.raises(DataError, match="add --overwrite to replace it"):
-        prepare(options(tmp_path, tokenizer, index))
+        prepare_tokens(options(tmp_path, tokenizer, index))
 
 
 def test_the_store_is_that_of_the_text(tmp_path, tokenizer, ids):
     """The same documents, prepared from text and from ids, give the same tokens, apart from which are held out."""
     index = write_megatron(tmp_path / "x", [[each] for each in ids])
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    one = prepare(options(tmp_path, tokenizer, index)).store
+    one = prepare_tokens(options(tmp_path, tokenizer, index)).store
     text = PrepareOptions(out=tmp_path / "b", inputs=(str(tmp_path / "x.jsonl"),), tokenizer=tokenizer[1], heldout=0.1)
     other = prepare(text).store
     assert one.fingerprint == other.fingerprint and one.eos == other.eos
@@ -129,7 +130,7 @@ def test_held_out_ids_of_their_own_stay_held_out(tmp_path, tokenizer, ids):
     index = write_megatron(tmp_path / "train_document", [[each] for each in ids[:50]])
     held = write_megatron(tmp_path / "valid_document", [[each] for each in ids[50:]])
     for path, changes in ((folder, {}), (index, {"heldout_from": (str(held),)})):
-        store = prepare(options(tmp_path, tokenizer, path, out=tmp_path / f"of {path.name}", **changes)).store
+        store = prepare_tokens(options(tmp_path, tokenizer, path, out=tmp_path / f"of {path.name}", **changes)).store
         check(store, ids)
         assert documents(store.split("train")) == ids[:50] and documents(store.split("heldout")) == ids[50:]
     (folder / "val.bin").unlink()
@@ -142,7 +143,7 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     number = sum(map(len, ids)) + 1
     message = rf"x\.bin: id {bad} \(at index {number} in the file\) is outside the tokenizer's vocabulary of 300 tokens"
     with pytest.raises(DataError, match=message):
-        prepare(options(tmp_path, tokenizer, index))
+        prepare_tokens(options(tmp_path, tokenizer, index))
     assert not (tmp_path / "store").exists()
 
 
@@ -150,39 +151,33 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     ("changes", "message"),
     [
         ({"tokenizer": "train:300"}, "needs the tokenizer that produced the ids; pass it with --tokenizer"),
-        ({"inputs": ("x.txt",)}, "--from-tokens cannot be combined with INPUT; remove one of them"),
-        (
-            {"stdlib": True, "max_tokens": 9},
-            "--from-tokens cannot be combined with --stdlib and --max-tokens; remove one",
-        ),
-        ({"heldout_split": "validation"}, "cannot be combined with --heldout-split"),
         ({"eos": "<nope>"}, "--eos <nope>: not a token"),
     ],
 )
 def test_options_that_conflict(changes, message, tmp_path, tokenizer, ids):
     index = write_megatron(tmp_path / "x", [[each] for each in ids])
     with pytest.raises(DataError, match=message):
-        prepare(options(tmp_path, tokenizer, index, **changes))
+        prepare_tokens(options(tmp_path, tokenizer, index, **changes))
     assert not (tmp_path / "store").exists()
 
 
 def test_nothing_to_read_is_an_error(tmp_path, tokenizer):
     write_megatron(tmp_path / "x", [[[]], [[0]]])
     with pytest.raises(DataError, match="the input contains no token ids: 2 skipped: 2 empty"):
-        prepare(options(tmp_path, tokenizer, tmp_path / "x.idx"))
+        prepare_tokens(options(tmp_path, tokenizer, tmp_path / "x.idx"))
     for name, ids in {"train": [5, 6, 0], "val": [0]}.items():
         np.array(ids, "<u2").tofile(tmp_path / f"{name}.bin")
     with pytest.raises(DataError, match="the heldout split contains no token ids: 1 skipped: 1 empty"):
-        prepare(options(tmp_path, tokenizer, tmp_path))
+        prepare_tokens(options(tmp_path, tokenizer, tmp_path))
     np.array([5, 0], "<u2").tofile(tmp_path / "one.bin")
     with pytest.raises(DataError, match="only one document, .* --heldout-from, or .* with --eos"):
-        prepare(options(tmp_path, tokenizer, tmp_path / "one.bin"))
+        prepare_tokens(options(tmp_path, tokenizer, tmp_path / "one.bin"))
 
 
 def test_a_vocabulary_that_is_not_read_is_named(tmp_path, tokenizer, ids):
     np.concatenate([[*each, 0] for each in ids]).astype("<u2").tofile(tmp_path / "train.bin")
     (tmp_path / "meta.pkl").write_bytes(b"")
-    (note,) = prepare(options(tmp_path, tokenizer, tmp_path)).store.report["notes"]
+    (note,) = prepare_tokens(options(tmp_path, tokenizer, tmp_path)).store.report["notes"]
     assert "meta.pkl is not read" in note and "--tokenizer must have the same" in note
 
 
@@ -195,7 +190,7 @@ def test_files_that_change_meanwhile_are_noticed(tmp_path, tokenizer, ids):
                 index.with_suffix(".bin").write_bytes(b"")
 
     with pytest.raises(DataError, match=r"x\.bin changed during preparation"):
-        prepare(options(tmp_path, tokenizer, index), Change())
+        prepare_tokens(options(tmp_path, tokenizer, index), Change())
     assert not (tmp_path / "store").exists()
 
 
@@ -358,8 +353,8 @@ def test_paths_without_tokens_are_one_line(tmp_path):
 def test_the_header_of_llmc_is_no_tokens(magic, version, dtype, tokenizer, ids, tmp_path):
     write_llmc(tmp_path / "train.bin", ids[:50], magic, version, dtype)
     write_llmc(tmp_path / "val.bin", ids[50:], magic, version, dtype)
-    given = PrepareOptions(out=tmp_path / "store", from_tokens=str(tmp_path), tokenizer=tokenizer[1])
-    store = prepare(given).store
+    given = TokenOptions(out=tmp_path / "store", from_tokens=str(tmp_path), tokenizer=tokenizer[1])
+    store = prepare_tokens(given).store
     for name, documents in (("train", ids[:50]), ("heldout", ids[50:])):
         assert store.split(name).tokens[:].tolist() == [*chain.from_iterable([*document, 0] for document in documents)]
     assert store.report["sources"][0]["skipped"]["empty"]["count"] == 2  # before the first eos of each file

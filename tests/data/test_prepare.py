@@ -99,12 +99,12 @@ CHANGES = {
     ("file", "spec"),
     [
         ("tokenizer_config.json", "folder"), ("tokenizer_config.json", "file"), ("special_tokens_map.json", "folder"),
-        ("added_tokens.json", "folder"), ("chat_template.jinja", "folder"), ("additional_chat_templates/a.jinja", "folder"),
+        ("added_tokens.json", "folder"),
     ],
 )  # fmt: skip
 def test_a_tokenizer_with_another_file_is_other_input(corpus, tmp_path, file, spec):
     folder = tmp_path / "tokenizer"
-    (folder / "additional_chat_templates").mkdir(parents=True)
+    folder.mkdir()
     tokenizer = prepare(options(corpus, out=tmp_path / "t")).store.tokenizer()
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -127,7 +127,8 @@ def test_a_tokenizer_on_the_hub_counts_by_its_content(corpus, tmp_path, monkeypa
     second = parse_tokenizer(first.to_str())
     second.add_tokens(["new"])
     hub = {"someone/model": first}
-    monkeypatch.setattr("boost.data.prepare.load_tokenizer", lambda name, notes=None: hub[name])
+    for module in ("prepare", "tokenizer"):
+        monkeypatch.setattr(f"boost.data.{module}.load_tokenizer", lambda name, notes=None: hub[name])
     monkeypatch.setattr("boost.data.tokenizer._configured_eos", lambda spec: "")
     given = options(corpus, tokenizer="someone/model")
     prepare(given)
@@ -139,7 +140,7 @@ def test_a_tokenizer_on_the_hub_counts_by_its_content(corpus, tmp_path, monkeypa
 
 def test_another_version_of_boost_is_other_input(corpus, monkeypatch):
     prepare(options(corpus))
-    monkeypatch.setattr("boost.data.prepare.__version__", "0.0.0")
+    monkeypatch.setattr("boost.data.writer.__version__", "0.0.0")
     with pytest.raises(DataError, match="add --overwrite to replace it"):
         prepare(options(corpus))
 

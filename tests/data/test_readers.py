@@ -8,7 +8,6 @@ import os
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boost.data import readers, tables
+from boost.data import readers
 from boost.data.readers import Unreadable, find_text_column, split_long
 from boost.data.report import FileReport, PrepareReport
 from boost.data.sources import FilesSource
@@ -214,14 +213,13 @@ def test_other_encodings_are_converted_and_noted(encoding, tmp_path, monkeypatch
     # Without a byte order mark, the first hundred characters must be Latin.
     text = "Some text. " * 10 + "é \N{SNOWMAN} \N{GRINNING FACE}\n" * 20
     record = '{"text": "é"}\n' * 12 + '{"text": "\N{GRINNING FACE}"}\n'
-    for name, content in {"a.txt": text, "b.jsonl": record, "c.csv": "n,text\n1,é\n"}.items():
+    for name, content in {"a.txt": text, "b.jsonl": record}.items():
         codec, mark = ("utf-16-be", codecs.BOM_UTF16_BE) if encoding == "bom-16-be" else (encoding, b"")
         (tmp_path / name).write_bytes(mark + content.encode(codec))
     documents, report = read(FilesSource(tmp_path))
-    assert [text for _, text in documents] == [text, *"é" * 12, "\N{GRINNING FACE}", "é"]
+    assert [text for _, text in documents] == [text, *"é" * 12, "\N{GRINNING FACE}"]
     noted = f"encoded in {ENCODINGS[encoding]}, converted to UTF-8"
-    unread: Any = {("c.csv", "with unread columns: n"): []}
-    assert notes(report) == {(name, noted): [] for name in ("a.txt", "b.jsonl", "c.csv")} | unread
+    assert notes(report) == {(name, noted): [] for name in ("a.txt", "b.jsonl")}
     assert skips(report) == {}
 
 
@@ -229,22 +227,21 @@ def test_utf8_byte_order_marks_are_left_out(tmp_path):
     for name, content in {
         "a.txt": "é",
         "b.jsonl": '{"text": "é"}\n',
-        "c.csv": "text,n\né,1\n",
         "d.json": '[{"text": "é"}]',
     }.items():
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content.encode())
     documents, report = read(FilesSource(tmp_path))
-    assert [text for _, text in documents] == ["é"] * 4 and skips(report) == {}
+    assert [text for _, text in documents] == ["é"] * 3 and skips(report) == {}
 
 
 def test_files_that_git_lfs_did_not_fetch_are_no_text(tmp_path):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 12\n"
-    names = ("a.txt", "b.jsonl", "c.csv", "d.parquet", "e.py")
+    names = ("a.txt", "b.jsonl", "d.parquet", "e.py")
     for name in names:
         (tmp_path / name).write_bytes(pointer)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "f.txt").write_text("version 2")
-    for name in ("a.txt", "b.jsonl", "c.csv", "e.py"):
+    for name in ("a.txt", "b.jsonl", "e.py"):
         (tmp_path / name).rename(tmp_path / "texts" / name)
     documents, report = read(FilesSource(tmp_path))
     assert documents == [("texts/f.txt", "version 2")]
@@ -423,11 +420,6 @@ def test_text_in_parquet_that_is_not_utf8_is_skipped_row_by_row(tmp_path):
     documents, report = read(FilesSource(tmp_path / "x.parquet"))
     assert documents == [("x.parquet:0", "one"), ("x.parquet:2", "three")]
     assert skips(report) == {("x.parquet", "not UTF-8 text"): ["row 1"]}
-    answers = pa.StructArray.from_arrays([pa.array(["assistant"] * 3), texts], ["role", "content"])
-    write_parquet(tmp_path / "x.parquet", messages=pa.ListArray.from_arrays([0, 1, 2, 3], answers))
-    documents, report = read(FilesSource(tmp_path / "x.parquet", chat=True))
-    assert [key for key, _ in documents] == ["x.parquet:1", "x.parquet:3"]
-    assert skips(report) == {("x.parquet", "not UTF-8 text"): ["record 2"]}
 
 
 def test_columns_of_one_name_are_refused(tmp_path):
@@ -448,22 +440,6 @@ def test_columns_of_one_name_that_nobody_reads_do_not_matter(tmp_path):
     assert documents == [("x.parquet:0", "a")] and skips(report) == {}
 
 
-def test_a_csv_file_may_have_integers_of_any_size(tmp_path):
-    (tmp_path / "x.csv").write_text(f"id,text\n{10**30},a\n1,b\n")
-    documents, report = read(FilesSource(tmp_path))
-    assert documents == [("x.csv:1", "a"), ("x.csv:2", "b")] and skips(report) == {}
-    documents, _ = read(FilesSource(tmp_path, text_field="id"))
-    assert [text for _, text in documents] == [str(10**30), "1"]
-
-
-@pytest.mark.parametrize("field", [None, "text"])
-def test_a_table_of_a_header_alone_is_empty(field, tmp_path):
-    (tmp_path / "x.csv").write_text("text,other\n")
-    (tmp_path / "a.txt").write_text("text")
-    documents, report = read(FilesSource(tmp_path, text_field=field))
-    assert documents == [("a.txt", "text")] and list(skips(report)) == [("x.csv", "empty")] and not list(notes(report))
-
-
 def test_damaged_parquet_keeps_what_came_before(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": [os.urandom(99).hex() for _ in range(400)]}), path, row_group_size=100,
@@ -475,81 +451,6 @@ def test_damaged_parquet_keeps_what_came_before(tmp_path):
     documents, report = read(FilesSource(tmp_path))
     assert len(documents) == 3 * 64, "whole batches of the 200 rows before the damage"
     assert ("x.parquet", "damaged Parquet file") in skips(report)
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".csv.zst"])
-def test_csv_files(suffix, tmp_path):
-    rows = ["id,text", '1,"two\nlines, and ""quotes"""', "2,", "3,b,c", "4,plain"]
-    path = compressed(tmp_path / f"x{suffix}", "\n".join(rows).encode())
-    documents, report = read(FilesSource(tmp_path))
-    assert documents == [(f"{path.name}:1", 'two\nlines, and "quotes"'), (f"{path.name}:3", "plain")]
-    assert {reason: examples for (_, reason), examples in skips(report).items()} == {
-        "with a text field that is not a string": ["row 2: NoneType"],
-        "with a wrong number of columns": ["Skipping line 4: expected 2 fields, saw 3"],
-    }
-
-
-def test_csv_that_is_not_utf8_keeps_the_batches_before(tmp_path):
-    (tmp_path / "x.csv").write_bytes(b"id,text\n" + b"1,one\n" * 100_000 + b"2,\xff\n3,last\n")
-    documents, report = read(FilesSource(tmp_path))
-    assert len(documents) > 50_000 and len(documents) % 1000 == 0
-    ((_, reason), (where,)) = next(iter(skips(report).items()))
-    assert reason == "not UTF-8 text" and where.startswith(
-        f"after row {len(documents)}: 'utf-8' codec can't decode byte 0xff"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "texts", "noted"),
-    [
-        ("x.csv", "id;text\n1;one, two\n2;\"a;b\"\n", ["one, two", "a;b"], "with the delimiter ';'"),
-        ("x.csv", "id\ttext\n1\tone\n", ["one"], r"with the delimiter '\t'"),
-        ("x.tsv", "id,text\n1,one\n", ["one"], "with the delimiter ','"),
-        ("x.csv", "text\na; b\nc; d\n", ["a; b", "c; d"], None),
-        ("x.csv", 'id,text\n1,"a \\"b, c\\" d"\n', ['a "b, c" d'], "in which quotes enclose fields, escaped with \\"),
-        ("x.csv", 'id,text\n1,"Hello he\n2,she "quoted" it\n', ['"Hello he', 'she "quoted" it'], "in which quotes are text"),
-        ("x.csv", 'id,text\n1,"a ""b"" c"\n2,the "d" e\n', ['a "b" c', 'the "d" e'], None),
-        ("x.tsv", 'id\ttext\n1\t"say ""hi"""\n2\tb\n', ['say "hi"', "b"], "in which quotes enclose fields"),
-        ("x.tsv", 'id\ttext\n1\t"two\nlines"\n', ["two\nlines"], "in which quotes enclose fields"),
-        ("x.tsv", 'id\ttext\n1\t"begins\n2\tends"\n', ['"begins', 'ends"'], "in which quotes are text"),
-    ],
-)  # fmt: skip
-def test_the_dialect_of_a_table_is_what_its_rows_say(name, content, texts, noted, tmp_path):
-    (tmp_path / name).write_text(content)
-    documents, report = read(FilesSource(tmp_path / name))
-    assert [text for _, text in documents] == texts and skips(report) == {}
-    assert [note for _, note in notes(report) if "delimiter" in note or "quotes" in note] == [noted] * bool(noted)
-
-
-def test_numbers_are_text_if_asked_for_and_stay_as_they_are_written(tmp_path):
-    (tmp_path / "x.csv").write_text("text\n007\n1.50\n")
-    with pytest.raises(DataError, match="no text column found among text; .* --text-field"):
-        read(FilesSource(tmp_path / "x.csv"))
-    documents, report = read(FilesSource(tmp_path / "x.csv", text_field="text"))
-    assert [text for _, text in documents] == ["007", "1.50"]
-    assert list(notes(report)) == [("x.csv", "with numbers in column 'text', read as text")]
-
-
-def test_a_csv_row_longer_than_the_header_is_refused(tmp_path):
-    """pandas would shift the columns of the whole file, or cut this row."""
-    (tmp_path / "x.csv").write_text("text\none, two\nthree\n")
-    with pytest.raises(DataError, match="not a valid CSV file: Length of header"):
-        read(FilesSource(tmp_path / "x.csv"))
-
-
-def test_quotes_in_tsv_are_text(tmp_path):
-    """If the rows say so: rows do not merge, and no quote vanishes."""
-    texts = ['say "hi"', '"begins', "middle", 'ends"', "5'11\"", '""', "last"]
-    (tmp_path / "x.tsv").write_text("n\ttext\n" + "".join(f"{n}\t{text}\n" for n, text in enumerate(texts)))
-    documents, report = read(FilesSource(tmp_path / "x.tsv"))
-    assert [text for _, text in documents] == texts and skips(report) == {}
-
-
-def test_a_csv_row_that_is_too_long_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "MAX_RECORD_BYTES", 1_000_000)
-    (tmp_path / "x.csv").write_text("text,n\n" + "short,1\n" * 300 + "y" * 3_000_000 + ",2\n")
-    with pytest.raises(DataError, match="not a valid CSV file: a row longer than 1 MB"):
-        read(FilesSource(tmp_path / "x.csv"))
 
 
 def arrow_files(folder, table):
@@ -629,15 +530,15 @@ def test_saved_datasets_in_a_folder_of_other_files(saved, tmp_path, datasets):
     rows = datasets.Dataset.from_dict({"story": ["of one split"]})
     rows.save_to_disk(str(tmp_path / "corpus" / "one"))
     datasets.DatasetDict(test=rows).save_to_disk(str(tmp_path / "corpus" / "untrained"))
-    (tmp_path / "corpus" / "notes.csv").write_text("text\nfrom the notes\n")
-    (tmp_path / "corpus" / "test.csv").write_text("text\nof the test\n")
+    (tmp_path / "corpus" / "notes.jsonl").write_text('{"text": "from the notes"}\n')
+    (tmp_path / "corpus" / "test.jsonl").write_text('{"text": "of the test"}\n')
     found, report = read(FilesSource(folder.parent))
     assert sorted(text for _, text in found) == sorted(
         ["from the notes", "of one split", *(f"story {i}" for i in range(30))]
     )
     named = dict(list(skips(report)))
     assert named["saved/test"] == "not the train split; to read it, pass its folder"
-    assert named["test.csv"] == "in the split 'test', not in train"
+    assert named["test.jsonl"] == "in the split 'test', not in train"
     assert "untrained: this saved dataset has no train split" in named["untrained"]
     (folder / "train" / "state.json").unlink()
     found, report = read(FilesSource(folder.parent))
@@ -673,15 +574,24 @@ def test_a_file_without_a_text_column_skips_all_of_its_rows(tmp_path):
         stream.write_table(table, max_chunksize=2)
     rows = tmp_path / "rows" / "x.jsonl"
     rows.parent.mkdir()
-    rows.with_suffix(".csv").write_text("a,b\n" + "".join(f"a{i},b{i}\n" for i in range(7)))
     rows.write_text("".join(f'{{"a": "a{i}", "b": "b{i}"}}\n' for i in range(7)))
     documents, report = read(FilesSource(tmp_path))
     assert documents == []
     (section,) = report.sources
     reason = "no text column found among a, b"
     assert {entry.name: entry.skipped[reason].count for entry in section.files} == {
-        f"{name}": 7 for name in ("rows/x.csv", "rows/x.jsonl", "x.arrow", "x.parquet")
+        f"{name}": 7 for name in ("rows/x.jsonl", "x.arrow", "x.parquet")
     }
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.TSV.gz"])
+def test_tables_with_delimiters_are_no_text(name, tmp_path):
+    (tmp_path / name).write_bytes(b"id,text\n1,a\n")
+    with pytest.raises(DataError, match=r"a CSV file, .*; save it as Parquet: python -c 'import pandas; .*to_parquet"):
+        read(FilesSource(tmp_path / name))
+    (tmp_path / "a.txt").write_text("text")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("a.txt", "text")] and [named for named, _ in skips(report)] == [name]
 
 
 def test_what_lies_with_tables_is_no_text(tmp_path):

@@ -141,14 +141,14 @@ def write_rows(folder, *names):
         if name.endswith(".parquet"):
             pq.write_table(pa.table({"text": [name]}), path)
         else:
-            path.write_text({".jsonl": f'{{"text": "{name}"}}\n', ".csv": f"text\n{name}\n"}.get(path.suffix, name))
+            path.write_text(f'{{"text": "{name}"}}\n' if path.suffix == ".jsonl" else name)
 
 
 @pytest.mark.parametrize(
     ("names", "read_names"),
     [
         (["data/train-00000-of-00001.parquet", "data/extra-00000-of-00001.parquet"], ["data/train-00000-of-00001.parquet"]),
-        (["train.csv", "dev.csv", "other.csv"], ["train.csv"]),
+        (["train.jsonl", "dev.jsonl", "other.jsonl"], ["train.jsonl"]),
         (["en/my_train_0.jsonl", "en/my_val_0.jsonl"], ["en/my_train_0.jsonl"]),
         (["training/a.jsonl", "evaluation/a.jsonl"], ["training/a.jsonl"]),
         (["train.txt", "valid.txt", "notes.md", "code.py"], ["code.py", "notes.md", "train.txt"]),
@@ -190,10 +190,10 @@ def test_a_snapshot_of_the_hub_is_what_its_card_says(tmp_path):
 
 
 def test_a_card_that_says_how_to_read_files_is_refused(tmp_path):
-    """datasets takes the names of columns from it, we would take the first row. What a reader finds out itself may be there."""
-    (tmp_path / "a.csv").write_text("text;n\nb;1\n")
-    item = "- config_name: {}\n  data_files: a.csv\n"
-    card = f"---\nconfigs:\n{item}  sep: ';'\n  {{}}: 1\n{item}---\n"
+    """What a reader finds out itself may be there."""
+    (tmp_path / "a.jsonl").write_text('{"text": "b"}\n')
+    item = "- config_name: {}\n  data_files: a.jsonl\n"
+    card = f"---\nconfigs:\n{item}  encoding: utf-8\n  {{}}: 1\n{item}---\n"
     (tmp_path / "README.md").write_text(card.format("other", "skiprows", "default"))
     assert [text for _, text in read(FilesSource(tmp_path))[0]] == ["b"]
     (tmp_path / "README.md").write_text(card.format("default", "skiprows", "other"))
@@ -204,7 +204,7 @@ def test_a_card_that_says_how_to_read_files_is_refused(tmp_path):
 
 
 def test_a_folder_of_several_splits_without_train_asks(tmp_path):
-    write_rows(tmp_path, "test.csv", "validation.csv")
+    write_rows(tmp_path, "test.jsonl", "validation.jsonl")
     with pytest.raises(DataError, match="no train split among validation, test"):
         FilesSource(tmp_path)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from boost.data.blocks import FileArray
 from boost.data.prepare import PrepareOptions, prepare
-from boost.data.store import Spans, Split, TokenStore, boundaries_of, token_dtype
+from boost.data.store import Split, TokenStore, token_dtype
 from boost.data.tokenizer import tokenizer_fingerprint
 from boost.errors import DataError
 from tests.data.inputs import write_texts
@@ -171,16 +171,3 @@ def test_another_tokenizer_is_refused(store):
     store.require_tokenizer(tokenizer_fingerprint(store.tokenizer()), "the checkpoint")
     with pytest.raises(DataError, match="differs from that of runs/a"):
         store.require_tokenizer("0" * 64, "runs/a")
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=60), st.data())
-def test_spans_are_the_mask(values: list[bool], data: st.DataObject) -> None:
-    mask = np.array(values)
-    spans = Spans(boundaries_of(mask))
-    assert (np.diff(spans.boundaries) > 0).all()
-    start = data.draw(st.integers(0, len(mask) - 1))
-    length = data.draw(st.integers(0, len(mask) - start))
-    np.testing.assert_array_equal(spans.counted(start, length), mask[start : start + length])
-    if mask.any():
-        positions = np.arange(len(mask) + 1)
-        np.testing.assert_array_equal(spans.before(positions), [mask[:p].sum() for p in positions])

@@ -35,9 +35,9 @@ def content(store: Path) -> str:
 
 
 def replace(store: Path, by: Path) -> None:
-    with locked(store), new_store(store) as folder:
+    with new_store(store, "other input", overwrite=True) as unfinished:
         for file in by.iterdir():
-            shutil.copyfile(file, folder / file.name)
+            shutil.copyfile(file, unfinished.folder / file.name)
 
 
 @pytest.mark.slow

@@ -36,7 +36,6 @@ from boost.train.replicas import Mismatch, ReplicaReport
 from boost.train.run import train_process
 from boost.train.signals import StopRequest
 from tests import toy
-from tests.data.chats import chat_store_in
 from tests.train.commands import LIMIT_S, QUIET, Command, saved_steps, training
 from tests.train.runs import make_config
 
@@ -168,17 +167,10 @@ def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("data", ["mixture", "conversations"])
-def test_the_batches_of_a_mixture_and_the_mask_of_conversations_stay(
-    store: Path, mixture: dict[str, float], tmp_path: Path, data: str
-) -> None:
-    """A lost replica's sequences count as often, and its counted tokens weigh as much, when others take them over."""
+def test_the_batches_of_a_mixture_stay(store: Path, mixture: dict[str, float], tmp_path: Path) -> None:
+    """A lost replica's sequences count as often when others take them over."""
     words = ("--parallel.tp", "1", "--parallel.dp", "2", "--train.steps", "20", "--train.eval_every", "7")
-    if data == "mixture":
-        words += ("--data.mixture", "{ " + ", ".join(f'"{path}" = {weight}' for path, weight in mixture.items()) + " }")
-    else:
-        chat_store = chat_store_in(tmp_path)
-        words += ("--data.store", str(chat_store.path), "--model.vocab_size", str(chat_store.vocab_size))
+    words += ("--data.mixture", "{ " + ", ".join(f'"{path}" = {weight}' for path, weight in mixture.items()) + " }")
     in_step = ("--run.recovery", "in-step", *faults("kill@5:1", "wait@9:0"))
     code, out, err, found = trained(tmp_path / "killed", store, *words, *in_step)
     assert code == 0, out + err

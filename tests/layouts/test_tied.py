@@ -9,7 +9,7 @@ from boost.config.architecture import parameter_count
 from boost.models.fused import fused_params
 from boost.parallel.gradients import GradientReducer
 from boost.plan.memory import memory, peak
-from boost.train.generate import generate, prepare_inference
+from boost.train.generate import generate
 from boost.train.sampling import Sampling
 from tests import toy
 from tests.distributed import run_distributed
@@ -61,20 +61,15 @@ def test_the_copies_of_both_stages_stay_equal_to_the_last_bit() -> None:
     assert torch.equal(first_[0], last[0]) and torch.equal(first_[1], last[1]) and first_[1].abs().sum() > 0
 
 
-def greedy(config: Config, prepared: bool) -> list[int]:
+def greedy(config: Config) -> list[int]:
     decoder, _ = toy.toy_decoder(config)
-    if prepared:
-        prepare_inference(decoder, 1)
     return list(generate(decoder, [1, 2, 3], 8, Sampling(0.0)))
 
 
 @pytest.mark.parametrize("layout", ["btp", "btp-sp"])
 def test_generation(layout: str) -> None:
-    """Also with weights prepared for it, for which the head gets a format of its own."""
     config = config_of({"layout": layout, "tp": 2}, "float32")
-    expected = greedy(toy.single(config), False)
-    assert greedy(toy.single(config), True) == expected
-    assert run_distributed(2, greedy, config, False) == [expected] * 2
+    assert run_distributed(2, greedy, config) == [greedy(toy.single(config))] * 2
 
 
 CELLS: list[tuple[str, Row]] = [

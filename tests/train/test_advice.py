@@ -14,7 +14,6 @@ from boost.data.store import TokenStore
 from boost.errors import StoppedError
 from boost.train import run as advice
 from boost.train.run import advise, model_advice, start_advice
-from tests.data.chats import chat_store_in
 from tests.train.runs import make_config, make_trainer
 
 
@@ -70,17 +69,6 @@ def test_no_saves(store: Path, tmp_path: Path, enough: None) -> None:
     (line,) = said(store, tmp_path / "run", save_minutes=0.0)
     assert line.startswith("train.save_every and train.save_minutes are 0, so no checkpoint is saved")
     assert said(store, tmp_path / "run", save_minutes=0.0, save_every=2) == []
-
-
-def test_conversations_that_see_each_other(tmp_path: Path, enough: None) -> None:
-    store = chat_store_in(tmp_path)
-    config = make_config(store.path, tmp_path / "run", train={"steps": 2})
-    model = config.model.model_copy(update={"vocab_size": store.vocab_size})
-    for isolate in (True, False):
-        data = config.data.model_copy(update={"isolate_documents": isolate})
-        trainer = make_trainer(config.model_copy(update={"model": model, "data": data}))
-        said = [line for line in start_advice(trainer) if "conversations" in line]
-        assert [line.rpartition("; ")[2] for line in said] == ["set data.isolate_documents = true"] * (not isolate)
 
 
 def test_advice_is_shown_before_the_first_step(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """examples/: the commands that the scripts start, recorded by stand-ins for Slurm's programs and boost."""
 
 import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -17,7 +18,12 @@ from torch.distributed.run import get_args_parser
 
 from boost.cli.main import build_parser, main, split_overrides
 from boost.config import load
+from boost.data.store import TokenStore
 from boost.errors import TRY_AGAIN
+from boost.train.checkpoint import open_checkpoint
+from tests.cli.commands import Capture, done, llama_of
+from tests.data.inputs import write_texts
+from tests.data.web import write_c4
 from tests.train.runs import losses
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -308,3 +314,61 @@ def test_a_long_sequence_is_shared_by_two_processes(store: Path, tmp_path: Path)
         assert main(["train", str(EXAMPLES / "long.toml"), *words]) == 0
     found = losses(tmp_path / "2")
     assert found == pytest.approx(losses(tmp_path / "1"), rel=1e-5) and len(found) == 2
+
+
+def walk(script: str, capture: Capture, *words: str, **variables: str) -> list[tuple[str, str]]:
+    """Runs the commands that a recipe starts, in this process. Returns the name and the output of each."""
+    calls = Path("calls")
+    calls.unlink(missing_ok=True)
+    put(Path("bin/boost"), SAY)
+    environment = (
+        os.environ | variables | {"PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}", "CALLS": str(calls)}
+    )
+    command = ["bash", str(EXAMPLES / "recipes" / script), *words]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=LIMIT_S)
+    made = [call.splitlines()[1:] for call in calls.read_text().split(MARK)[1:]]
+    return [(call[0], done(capture, *call)) for call in made]
+
+
+def number(output: str, name: str) -> float:
+    """A number that `boost eval` prints."""
+    return float(next(line.split()[-1] for line in output.splitlines() if line.startswith(name)))
+
+
+@pytest.mark.slow
+def test_the_recipe_of_a_published_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    train, heldout = write_c4(tmp_path / "c4"), tmp_path / "validation"
+    heldout.mkdir()
+    for path in train.glob("c4-validation*"):
+        path.rename(heldout / path.name)
+    small = {
+        "model.dim": 32, "model.ffn_dim": 64, "model.layers": 1, "model.heads": 2, "model.rank": 8, "model.vocab_size": 320,
+        "train.steps": 6, "train.seq_len": 16, "train.global_batch": 4, "train.micro_batch": 4,
+        "train.compute_dtype": "float32", "optim.warmup_steps": 1, "run.device": "cpu",
+    }  # fmt: skip
+    variables = {"DATA": f"{train} --heldout-from {heldout}", "TOKENIZER": "train:300", "TOKENS": "384"}
+    for again in (False, True):
+        told = walk("c4-60m.sh", capfd, *(f"--{key}={value}" for key, value in small.items()), **variables)
+        assert [command for command, _ in told] == ["prepare", "train", "eval"]
+        assert ("is up to date" in told[0][1]) == ("resumed at step 6 of 6" in told[1][1]) == again
+        assert number(told[2][1], "step") == 6
+        shorter = done(capfd, "eval", "runs/c4-60m", "--by-document", "--seq-len", 8)
+        for length, output in ((16, told[2][1]), (8, shorter)):
+            documents = itertools.pairwise(TokenStore.open("data/c4").split("heldout").documents)
+            assert number(output, "tokens") == sum(min(int(b - a), length) - 1 for a, b in documents)
+
+
+@pytest.mark.slow
+def test_the_recipe_that_heals(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = llama_of(store, tmp_path / "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+    text = write_texts(tmp_path / "text", (f"def f{n}(x):\n    return x + {n}\n" * 8 for n in range(40)))
+    variables = {"WEIGHTS": str(weights), "DATA": str(text), "BUDGET": "0.5", "SEQ_LEN": "32"}
+    for imports in (2, 0):  # none when it runs again
+        told = walk("heal-smollm2.sh", capfd, "--train.steps=4", "--run.device=cpu", **variables)
+        assert [command for command, _ in told] == ["prepare", *["import"] * imports, "train", *["eval"] * 3]
+        dense, factorized, healed = (output for command, output in told if command == "eval")
+        assert number(dense, "tokens") == number(factorized, "tokens") == number(healed, "tokens") > 0
+        assert number(healed, "step") == 4 and number(healed, "loss") < number(factorized, "loss")
+    assert open_checkpoint(Path("runs/llama-healed")).config.distill.teacher == "checkpoints/llama"

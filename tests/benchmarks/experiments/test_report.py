@@ -1,7 +1,6 @@
 """The report page: it is reproducible, names results of other commits, and refuses what is no result."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from benchmarks.experiments.results import Facts, Figure, Goal, MeasurementError
 from boost import drawing
 from boost.config import load
 from boost.errors import ConfigError
-from tests.browser import needs_browser, rendered
 
 
 def draw(facts: Facts, path: Path) -> None:
@@ -106,16 +104,3 @@ def test_what_is_no_result_is_refused(results: Path, monkeypatch: pytest.MonkeyP
     (results / "odd.json").write_text(json.dumps({"experiment": "odd", "environment": {}}))
     with pytest.raises(ConfigError, match=r"odd\.json: experiment = 'odd' is unknown"):
         report.read_results([results])
-
-
-MEASURE = """<body><iframe style="width: 1920px; height: 1080px" src="{page}"></iframe>
-<script>onload = () => document.title = frames[0].document.documentElement.scrollHeight;</script>"""
-
-
-@pytest.mark.slow
-@needs_browser
-def test_the_page_is_at_most_twelve_screens(tmp_path: Path) -> None:
-    page = rendered(MEASURE.format(page=report.PAGE.resolve().as_uri()), tmp_path)
-    height = re.search(r"<title>(\d+)</title>", page)
-    assert height, page[-1000:]
-    assert 5 * 1080 < int(height[1]) <= 12 * 1080

@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 def test_every_experiment_is_in_one_chapter() -> None:
     names = [name for of_chapter in sections.CHAPTERS.values() for name in of_chapter]
     assert len(names) == len(set(names)) and not set(names) & sections.SETTLED.keys()
-    assert set(names) | {"official", "evaluation", "report", "timeline"} == EXPERIMENTS.keys()
+    assert set(names) | {"evaluation", "report", "timeline"} == EXPERIMENTS.keys()
     assert sections.place("wire") < sections.place("ladder")
     with pytest.raises(ConfigError, match="'odd' is unknown"):
         sections.place("odd")
