@@ -6,6 +6,8 @@ other exception is a bug in BOOST and keeps its traceback.
 
 import errno
 import os
+import socket
+import traceback
 from typing import Any
 
 TRY_AGAIN = 75
@@ -13,6 +15,15 @@ TRY_AGAIN = 75
 scheduler retries."""
 
 _NO_THREAD = "can't start new thread"
+
+_NETWORK = {
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EADDRINUSE,
+    errno.EADDRNOTAVAIL,
+}
 
 
 class BoostError(Exception):
@@ -102,3 +113,15 @@ def thread_limit(error: BaseException) -> str | None:
     if refused or (isinstance(error, BlockingIOError) and error.filename is None):
         return "the system allows no more threads or processes; raise its limit (ulimit -u, or the pids limit of a container)"
     return None
+
+
+def system_error(error: OSError) -> BoostError:
+    """The error to report for one of the system: a StorageError that names the file, or, for the network, a TrainingError, because
+    another try may succeed. It names the host whose name cannot be resolved."""
+    reason = error.strerror or str(error) or type(error).__name__
+    is_network = isinstance(error, socket.gaierror | ConnectionError | TimeoutError) or error.errno in _NETWORK
+    if not is_network or error.filename:
+        return StorageError(f"{error.filename or 'file system'}: {reason}")
+    calls = traceback.walk_tb(error.__traceback__)
+    hosts = [frame.f_locals.get("host") for frame, _ in calls if frame.f_code.co_name == "getaddrinfo"]
+    return TrainingError(f"network: {reason}" + (f" ('{hosts[-1]}')" if hosts else ""))

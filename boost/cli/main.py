@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 
-from boost.errors import BoostError, ConfigError, StorageError, thread_limit
+from boost.errors import BoostError, ConfigError, StorageError, system_error, thread_limit
 from boost.machine import available_cores
 from boost.text import escape_output, print_error, printable
 from boost.version import __version__
@@ -151,12 +151,11 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
         return 141
     except (OSError, RuntimeError) as error:
         message = thread_limit(error)
-        if isinstance(error, OSError):
-            message = message or f"{error.filename or 'file system'}: {error.strerror or error}"
-        if args.debug or not message:
+        known = StorageError(message) if message else system_error(error) if isinstance(error, OSError) else None
+        if args.debug or known is None:
             raise
-        print_error(message)
-        return _exit_code(StorageError.exit_code)
+        print_error(str(known))
+        return _exit_code(known.exit_code)
     except KeyboardInterrupt:
         print_error("interrupted")
         return _exit_code(130)

@@ -1,25 +1,16 @@
-"""Checks that the processes of other replicas and the run's store respond."""
+"""Checks that the processes of other replicas respond."""
 
-import logging
 import math
-import sys
 import threading
 import time
-from collections.abc import Callable
 
 from boost.elastic.membership import DEAD, SILENT, Member
-from boost.errors import BoostError
 from boost.train.heartbeat import Board
-from boost.train.worker import leave
-
-log = logging.getLogger("boost")
 
 WATCH_S = 0.25
 """Interval at which the store is polled for membership changes, in seconds."""
 WAITS_S = 2.0
 """Time for which a process waits in a collective before it checks whether the other replicas respond, in seconds."""
-LOOKS_S = 0.5
-"""Interval between the checks of `StoreGuard`, in seconds."""
 
 
 class MemberBeats:
@@ -60,36 +51,3 @@ class MemberBeats:
 
     def _is_other(self, member: Member) -> bool:
         return any(name != member.incarnation for name, _, _ in self._of(member))
-
-
-class StoreGuard:
-    """Ends a process that is waiting for other processes while the run's store does not respond.
-
-    Such a process cannot tell whether the other replicas continue, so it must not continue training. A request to a store behind a
-    broken link may block for 15 minutes, so the process cannot rely on the request to fail. Instead, a thread that never accesses
-    the store performs the check.
-    """
-
-    def __init__(self, where: str, patience_s: float, waits_since: Callable[[], float | None]) -> None:
-        """`where`: the store's address, for messages. `patience_s`: how long the store may stay silent, in seconds. `waits_since`:
-        returns the time at which the main thread started waiting for others, or None if it is not waiting."""
-        self._where, self._patience_s, self._waits_since = where, patience_s, waits_since
-        self._answered = time.monotonic()
-        threading.Thread(target=self._watch, name="boost-store-guard", daemon=True).start()
-
-    def answered(self) -> None:
-        """Call when the store has answered another thread's request."""
-        self._answered = time.monotonic()
-
-    def _watch(self) -> None:
-        since = None
-        while since is None or time.monotonic() - max(since, self._answered) <= self._patience_s:
-            time.sleep(LOOKS_S)
-            since = self._waits_since()
-        text = (
-            f"the run's store at {self._where} has not responded for {self._patience_s:g} s: this replica cannot tell whether the "
-            "other replicas continue, so it stops"
-        )
-        log.error(text)
-        print(f"boost: error: {text}", file=sys.stderr, flush=True)
-        leave(BoostError.exit_code)

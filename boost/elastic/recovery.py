@@ -5,15 +5,17 @@ All processes run the same sequence of collective operations, and a process comp
 replica is lost, the survivors are in the same operation or in two consecutive ones: those behind take its result, or all repeat it.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import logging
+import math
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -23,9 +25,9 @@ import torch.distributed as dist
 from boost import errors
 from boost.config import Config
 from boost.config.schema import ParallelConfig
-from boost.elastic.beats import WAITS_S, WATCH_S, MemberBeats, StoreGuard
+from boost.elastic.beats import WAITS_S, WATCH_S, MemberBeats
 from boost.elastic.groups import Membership, disconnect_abandoned, has_abandoned
-from boost.elastic.hooks import MembershipChange
+from boost.elastic.hooks import LOOK_S, MembershipChange
 from boost.elastic.membership import DEAD, SLOW, Coordinator, Decision, Member, Report, deal
 from boost.elastic.mesh import join_members, open_replica, replica_of_rank, replica_size, waiting_mesh
 from boost.elastic.optimizer import divided, transfer_state
@@ -33,16 +35,15 @@ from boost.errors import BoostError, ConfigError, ExcludedError, StoppedError, T
 from boost.parallel.mesh import T
 from boost.text import JsonObject
 from boost.train.agreement import PeersLostError, difference
-from boost.train.best_effort import best_effort
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
-from boost.train.failures import is_lost_connection
-from boost.train.heartbeat import Beat, apply_timeout, board_of
+from boost.train.failures import first_sentence, is_lost_connection
+from boost.train.heartbeat import SILENCE_S, Beat, apply_timeout, board_of
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
+from boost.train.overdue import MARGIN_S, end_overdue, end_process, leave, time_limit
 from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet
 from boost.train.replicas import Mismatch, ReplicaReport, digest
-from boost.train.worker import leave
 
 log = logging.getLogger("boost")
 
@@ -60,7 +61,17 @@ _REPEAT = object()
 
 
 class Recovery:
-    """In-step recovery on one process: its replica and its current membership."""
+    """In-step recovery on one process: its replica and its current membership.
+
+    Training does not depend on the run's store. Only a change of membership waits for it; between changes, a thread asks.
+    """
+
+    _asks_since: float | None = None
+    """When this process started to ask the store for what it cannot continue without; None if it does not."""
+    _waiting_for = -1
+    """The latest membership that a replica waits to join."""
+    _is_told = False
+    """Whether the user has been told that the store does not respond."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
         """Joins this process's replica and, unless the replica is a restart (`is_restart`), the first membership.
@@ -95,10 +106,17 @@ class Recovery:
         self._beats = MemberBeats(board_of(self.store), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
         self._coordinator = Coordinator(self.store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
-        self._agrees_since: float | None = None
+        self._where = "" if launch_dir() else os.environ[COORDINATOR]
+        self._patience_s, self._answered = PATIENCE * run.heartbeat_timeout_s, time.monotonic()
+        self._looks_at_pace, self.beats, self._slow = run.slow_steps > 0, list[Beat](), dict[Member, str]()
+        self.warnings: list[str] = []
+        """Warnings of other threads, for the main thread to pass on."""
 
         self._stopped = stopped
-        founded = self._coordinator.form_first(self.member, process, run.startup_timeout_s, self._require_not_stopped)
+        with _startup_limit(self._where, run.startup_timeout_s):
+            founded = self._coordinator.form_first(
+                self.member, process, run.startup_timeout_s, self._require_not_stopped
+            )
         self.is_restart = founded is None
         decision = founded or self._coordinator.latest()
         assert decision is not None, "a restarted replica finds a membership"
@@ -110,13 +128,9 @@ class Recovery:
                 self._connect(founded)
             except PeersLostError as error:
                 raise TrainingError(f"a process was lost during startup ({error}); start the run again") from error
-        self._guard: StoreGuard | None = None
-        if where := not launch_dir() and os.environ[COORDINATOR]:
-            self._guard = StoreGuard(where, PATIENCE * run.heartbeat_timeout_s, self._waits_since)
+        if self._where:
+            end_overdue(self._closed, self._waits, self._end_alone)
         threading.Thread(target=self._watch, name="boost-recovery", daemon=True).start()
-
-    def beats(self) -> list[Beat]:
-        return self._beats.board.read(self.slots)
 
     @property
     def is_over(self) -> bool:
@@ -124,8 +138,8 @@ class Recovery:
         return self.store.check(["done"])
 
     def exclude_slow(self, member: Member, text: str) -> None:
-        """Excludes a slow member; the others continue without it."""
-        self._coordinator.exclude(member.incarnation, SLOW, text)
+        """Excludes a slow member, soon; the others continue without it."""
+        self._slow[member] = text
 
     # Operations.
 
@@ -179,8 +193,8 @@ class Recovery:
 
     def _recover(self) -> object:
         """Joins the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
-        begun = self._agrees_since = time.monotonic()
-        try:
+        begun = time.monotonic()
+        with self._asking():
             while not self.is_over:
                 report = Report(self.operation, self._last, tuple(self.held), admits=self._admits)
                 decision = self._coordinator.agree(self.decision, self.member, self.replica.process, report)
@@ -192,8 +206,20 @@ class Recovery:
                 self.repeats = True
                 return self.decision.result if self.operation < self.decision.operation else _REPEAT
             return None
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Context manager around requests to the store on the main thread. The process ends if the store does not respond."""
+        self._asks_since = time.monotonic()
+        try:
+            yield
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise TrainingError(
+                f"the run's store at {self._where} does not respond ({first_sentence(error)}), so the replicas cannot agree on how "
+                "to continue; start a new 'boost coordinate' and resume with --resume auto"
+            ) from None
         finally:
-            self._agrees_since = None
+            self._asks_since = None
 
     def _adopt(self, decision: Decision, begun: float) -> None:
         # A membership may end before it is connected, so report all changes since the last connected one.
@@ -248,7 +274,8 @@ class Recovery:
     # Rejoining replicas.
 
     def has_waiting(self) -> bool:
-        return self._coordinator.has_waiting(self.decision)
+        """Whether a replica waits to join, as far as this process knows."""
+        return self._waiting_for == self.decision.number
 
     def admit(self) -> None:
         """Admits the waiting replicas. Collective; called between two steps."""
@@ -257,10 +284,11 @@ class Recovery:
         def admit() -> None:
             if not self.repeats:  # a repeated attempt is already in a new membership
                 begun = time.monotonic()
-                self.membership.lost("a replica joins")
-                report = Report(self.operation, self._last, admits=True)
-                decision = self._coordinator.agree(self.decision, self.member, self.replica.process, report)
-                self._adopt(decision, begun)
+                with self._asking():
+                    self.membership.lost("a replica joins")
+                    report = Report(self.operation, self._last, admits=True)
+                    decision = self._coordinator.agree(self.decision, self.member, self.replica.process, report)
+                    self._adopt(decision, begun)
             self._transfer_state()
 
         self._admits = True
@@ -283,11 +311,27 @@ class Recovery:
             dist.barrier()
         if self.replica.process == 0:
             self._coordinator.announce(self.member)
+        try:
+            with self._asking():
+                decision = self._admission()
+                self._connect(decision)
+            self._transfer_state(trainer)
+        except PeersLostError as error:
+            self._coordinator.exclude(self.member.incarnation, DEAD, "had not joined yet")
+            raise ExcludedError(f"the membership ended before this replica had joined ({error})") from error
+        if own := divided(trainer.optimizer):
+            own.commit_transfer()
+        self.trainer, self.operation, self._connected = trainer, decision.operation, decision
+        self._complete(None)
+        trainer.check_replicas(again=True)
+
+    def _admission(self) -> Decision:
+        """Waits for the decision that admits this replica."""
         decision = self.decision
         while True:
             decision = self._coordinator.latest(decision.number) or decision
             if decision.place(self.member) is not None:
-                break
+                return decision
             if self.is_over:
                 raise StoppedError("the end of the run")
             self._require_not_stopped()
@@ -299,17 +343,6 @@ class Recovery:
                 self._coordinator.exclude_lost(decision.members, self.member)  # so that launchers end hung processes
                 raise ExcludedError(decision.refused or "no replica with weights is left; resume with --resume auto")
             time.sleep(0.02)
-        try:
-            self._connect(decision)
-            self._transfer_state(trainer)
-        except PeersLostError as error:
-            self._coordinator.exclude(self.member.incarnation, DEAD, "had not joined yet")
-            raise ExcludedError(f"the membership ended before this replica had joined ({error})") from error
-        if own := divided(trainer.optimizer):
-            own.commit_transfer()
-        self.trainer, self.operation, self._connected = trainer, decision.operation, decision
-        self._complete(None)
-        trainer.check_replicas(again=True)
 
     def _require_not_stopped(self) -> None:
         """Raises StoppedError after a stop signal to this process or another one in a waiting replica."""
@@ -364,32 +397,60 @@ class Recovery:
         store = self.store if launch_dir() else self.store.clone()  # type: ignore[attr-defined]
         coordinator = Coordinator(store, self.slots, 1, self._beats.status)
         excluded_at: float | None = None
+        looked = 0.0
         while not self._closed.wait(WATCH_S):
             disconnect_abandoned()
             try:
                 excluded_at = self._check_membership(coordinator, excluded_at)
-                if self._guard is not None:
-                    self._guard.answered()
+                for member, text in list(self._slow.items()):
+                    coordinator.exclude(member.incarnation, SLOW, text)
+                    del self._slow[member]
+                if self._looks_at_pace and self.mesh.is_main and time.monotonic() - looked > LOOK_S:
+                    self.beats, looked = self._beats.board.read(self.slots), time.monotonic()
+                self._answered, self._is_told = time.monotonic(), False
             except (OSError, RuntimeError) as error:
-                log.info("the store is not responding: %s", error)
+                self._tell_silence(first_sentence(error))
+                if self._where:  # c10d does not reconnect, and prints a C++ stack for each further request
+                    self._answered = math.inf  # requests fail at once, so nothing blocks
+                    return
 
-    def _waits_since(self) -> float | None:
-        """Time at which this process started waiting for others, in a collective or for a decision; None if it is not waiting."""
-        return self._agrees_since or self.membership.waits_since()
+    def _tell_silence(self, why: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            at = f" at {self._where}" if self._where else ""
+            self.warnings.append(
+                f"the run's store{at} does not respond ({why}); the run continues until its next failure"
+            )
+
+    def _waits(self) -> tuple[float, float] | None:
+        """When this process started waiting, for others in a collective or for a decision, or when the store responded, whichever
+        is later, and how long the store may be silent; None if this process is not waiting."""
+        if time.monotonic() - self._answered > self._patience_s:
+            self._tell_silence(f"silent for {self._patience_s:g} s")
+        since = self._asks_since or self.membership.waits_since()
+        return None if since is None else (max(since, self._answered), self._patience_s)
+
+    def _end_alone(self) -> None:
+        """Ends this process. It cannot tell whether the other replicas continue, so it must not continue training."""
+        end_process(
+            f"the run's store at {self._where} has not responded for {self._patience_s:g} s: this replica cannot tell whether the "
+            "other replicas continue, so it stops"
+        )
 
     def _check_membership(self, coordinator: Coordinator, excluded_at: float | None) -> float | None:
         """Checks once. Returns the time at which this process learned that the others continue without it; None if they do not."""
         membership, decision = self.membership, self.decision
         if membership.number != decision.number:  # the main thread is switching memberships
             return excluded_at
+        if self._waiting_for != decision.number and coordinator.has_waiting(decision):
+            self._waiting_for = decision.number
         if membership.number >= 0 and not membership.over.is_set() and coordinator.is_over(membership.number):
             membership.end()
         if why := coordinator.lost_reason(self.member.incarnation):
             excluded_at = excluded_at or time.monotonic()
             membership.end()
             if time.monotonic() - excluded_at > EXCLUDED_GRACE_S:  # the main thread is hung
-                log.error("the other replicas continue without this one (%s)", why)
-                leave(BoostError.exit_code)
+                end_process(f"the other replicas continue without this one ({why})")
         since = membership.waits_since()
         if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
             coordinator.exclude_lost([member for member in decision.members if member != self.member], self.member)
@@ -403,23 +464,42 @@ class Recovery:
         launcher, a lost connection is not reported: it is only a symptom, and the launcher knows which process ended first."""
         symptom = launch_dir() and (is_lost_connection(error) or is_lost_connection(error.__cause__))
         if not isinstance(error, ExcludedError) and not symptom:
-            try:
-                self._coordinator.exclude(
-                    self.member.incarnation, DEAD, f"{type(error).__name__} in one of its processes"
-                )
+
+            def tell() -> None:
+                what = f"{type(error).__name__} in one of its processes"
+                self._coordinator.exclude(self.member.incarnation, DEAD, what)
                 self.membership.lost(f"replica {self.member.replica} failed")
-            except (OSError, RuntimeError) as unreachable:
-                log.info("the store is not responding: %s", unreachable)
+
+            _briefly(tell)
 
     def close(self) -> None:
         """Call when the run is complete, after its last operation."""
-        with best_effort("tell replicas that want to rejoin that the run is over"):
-            self.store.set("done", "")
+        _briefly(lambda: self.store.set("done", ""))  # for replicas that want to rejoin
         self._closed.set()
         self.membership.end()  # torch warns about communicators that are still open
         self.membership.leave()
         if has_abandoned() and not launch_dir():
             leave(0)
+
+
+def _briefly(tell: Callable[[], object]) -> None:
+    """Calls `tell`, which sends requests to the store, but waits only briefly, because they may block."""
+
+    def attempt() -> None:
+        try:
+            tell()
+        except (OSError, RuntimeError) as error:
+            log.info("the store is not responding: %s", error)
+
+    thread = threading.Thread(target=attempt, name="boost-tell", daemon=True)
+    thread.start()
+    thread.join(SILENCE_S)
+
+
+def _startup_limit(where: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
+    """Ends the process if the run's store at `where` blocks it for much longer than the startup may take."""
+    text = f"the run's store at {where} did not respond within run.startup_timeout_s = {timeout_s:g}"
+    return time_limit(timeout_s + MARGIN_S, text) if where else contextlib.nullcontext()
 
 
 def _start(
@@ -445,7 +525,8 @@ def _start(
         )
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        members = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        with _startup_limit(f"{COORDINATOR} = '{host}:{port}'", timeout_s):
+            members = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
         raise TrainingError(
             f"{COORDINATOR} = '{host}:{port}' did not respond within run.startup_timeout_s = {timeout_s:g}; start "

@@ -53,7 +53,7 @@ class ElasticSession(Session):
     def trainer(self, run: RunDirectory, hooks: Sequence[Hook]) -> Trainer:
         config, recovery = self.config, self.recovery
         exclude = recovery.exclude_slow if config.run.exclude_slow else None
-        watch = SlowReplicas(config.run.slow_steps, lambda: (recovery.decision, recovery.beats()), exclude)
+        watch = SlowReplicas(config.run.slow_steps, lambda: (recovery.decision, recovery.beats), exclude)
         ordered = [TakeOver(), *hooks, watch, *builtin_hooks(config), Admission(recovery)]
         return Trainer(config, self.mesh, run, ordered, functools.partial(RecoverableStepper, recovery))
 
@@ -83,10 +83,12 @@ class Admission(Hook):
         self._recovery.on_train_start(trainer)
 
     def after_backward(self, trainer: Trainer) -> None:
-        if trainer.mesh.is_main and self._recovery.has_waiting():
+        if self._recovery.has_waiting():
             trainer.requested |= StepFlags.JOIN
 
     def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        while self._recovery.warnings:
+            trainer.warn(self._recovery.warnings.pop(0))
         rolls_back = trainer.judge.rollback_reason is not None  # they are still waiting after the next step
         if event.joins and not (event.last or event.stopping or rolls_back):
             self._recovery.admit()

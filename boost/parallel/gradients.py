@@ -35,7 +35,7 @@ class StepFlags(enum.Flag):
     SAVE = enum.auto()
     """A hook requested a checkpoint after this step."""
     JOIN = enum.auto()
-    """Processes are waiting to join the run. Only the main process sets this flag."""
+    """Processes are waiting to join the run."""
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,25 @@
 """torchrun for `boost launch`: torch's own launcher and elastic agent, but with exit codes and errors of ours.
 
 torchrun exits with 1 whatever happened, restarts its processes after a mistake that no restart can fix, prints each process's
-error and a report of its own, and abandons its processes at the third signal. The agent below changes these four things.
+error and a report of its own, abandons its processes at the third signal, and waits for a rendezvous host that does not respond
+until TCP gives up. The agent below changes these five things.
 It overrides only what torch 2.13 to 2.15 have in common.
 """
 
 import logging
+import math
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
 
 from torch.distributed import DistError, Store, run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -26,6 +30,7 @@ from boost.errors import TRY_AGAIN, BoostError, ConfigError, TrainingError
 from boost.text import LAUNCHED, print_error
 from boost.train.failures import how_it_ended
 from boost.train.heartbeat import process_name
+from boost.train.overdue import MARGIN_S, end_overdue, end_process, leave
 from boost.train.signals import STOP_SIGNALS
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -35,6 +40,11 @@ _LOGGERS = ("agent.server.api", "agent.server.local_elastic_agent", "multiproces
 _ERROR, _LEFT = "boost/error", "boost/left"
 _LEAVE_S = 10.0
 """How long, in seconds, a node waits until the others know of an error that ends the run: it may host their store."""
+
+_NOTE_S = 10.0
+"""Time, in seconds, after which a node says that it waits for the rendezvous."""
+_FINISH_S = 300.0
+"""How long, in seconds, torch waits until all nodes have finished."""
 
 
 class _EndedElsewhere(BoostError):
@@ -56,10 +66,32 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
         for name in _LOGGERS:
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     agents: list[Agent] = []
+    rendezvous = f"the rendezvous at {run.get_rdzv_endpoint(args)}"
 
     def agent(*arguments: object, **options: object) -> Agent:
         agents.append(Agent(*arguments, **options))  # type: ignore[arg-type]
+        agents[0].meet_s = seconds("(?:join_)?timeout", 900) + connect_s  # torch's own limits end it earlier
         return agents[0]
+
+    def seconds(option: str, default: float) -> float:
+        """A time limit of torchrun's, in seconds."""
+        given = re.search(rf"\b{option}=(\d+)", args.rdzv_conf)
+        return float(given[1]) if given else default
+
+    def end() -> None:
+        if agents:
+            agents[0].end_alone(rendezvous)
+        end_process(f"{rendezvous} does not respond")
+
+    def tell() -> None:
+        if not (agents and agents[0].handlers()):
+            print(f"waiting for {rendezvous}", file=sys.stderr, flush=True)
+
+    over, begun, connect_s = threading.Event(), time.monotonic(), 2 * seconds("read_timeout", 60)
+    end_overdue(over, lambda: agents[0].waits() if agents else (begun, connect_s), end)
+    note = threading.Timer(_NOTE_S, tell)
+    note.daemon = True
+    note.start()
 
     api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
     # Until the processes start. The rendezvous stays open for other nodes, as after a signal to torch's agent.
@@ -81,6 +113,9 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
     except (RendezvousError, DistError) as error:
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise TrainingError(f"the nodes lost each other or did not meet at {args.rdzv_endpoint}: {reason}") from error
+    finally:
+        over.set()
+        note.cancel()
     return 0
 
 
@@ -93,13 +128,55 @@ class Agent(LocalElasticAgent):
 
     ended: BoostError | None = None
     """Why no restart would help, if this node has told the others or has been told."""
+    meet_s = math.inf
+    """How long it may take until all nodes have met, in seconds."""
+    _wait: tuple[float, float] | None = None
+    """When the current request to the rendezvous began, and its time limit, in seconds."""
+
+    def waits(self) -> tuple[float, float] | None:
+        """When this node started to wait for the rendezvous, and its limit (`end_overdue`). None while its processes run: training
+        does not depend on the rendezvous."""
+        handlers = self.handlers().values()
+        return None if any(handler.proc.poll() is None for handler in handlers) else self._wait
+
+    def end_alone(self, rendezvous: str) -> None:
+        """Ends this node, whose processes have ended and which cannot reach the others."""
+        if self._worker_group.state == WorkerState.SUCCEEDED:
+            leave(0)
+        failures = self.failures()
+        error = self.ended or (self.root_cause(failures) if failures else None)
+        if isinstance(error, _EndedElsewhere):
+            leave(error.exit_code)
+        reason = f"{error}; {rendezvous} does not respond" if error else f"{rendezvous} does not respond"
+        end_process(reason, error.exit_code if error else TrainingError.exit_code)
+
+    def _limit(self, seconds: float) -> None:
+        """Limits the time that the requests to the rendezvous may take until the next call."""
+        self._wait = time.monotonic(), seconds
+
+    def run(self, *role: str) -> RunResult:
+        self._limit(self.meet_s)
+        try:
+            return super().run(*role)
+        finally:
+            self._limit(MARGIN_S)  # until torch has left the rendezvous
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ended, self._wait = self.failures(), None
         result = super()._monitor_workers(worker_group)
+        self._limit(MARGIN_S + worker_group.spec.monitor_interval)
         if not result.is_failed():
             self._raise_if_ended(worker_group)
+            if result.state == WorkerState.SUCCEEDED:
+                self._limit(_FINISH_S + MARGIN_S)
             return result
-        error = self.root_cause(result.failures)
+        # After the first failure, torch ends the others, if need be with SIGKILL, and lists them too.
+        failures = {
+            rank: failure
+            for rank, failure in result.failures.items()
+            if not ended or rank in ended or failure.exitcode != -signal.SIGKILL
+        }
+        error = self.root_cause(failures)
         if error.exit_code == BoostError.exit_code:
             self._end_all(worker_group, error)
             raise error
@@ -129,6 +206,7 @@ class Agent(LocalElasticAgent):
             raise self.ended
 
     def _leave(self, group: Any, store: Store) -> None:
+        self._limit(_LEAVE_S + MARGIN_S)
         store.add(_LEFT, 1)
         deadline = time.monotonic() + _LEAVE_S
         while store.add(_LEFT, 0) < group.group_world_size and time.monotonic() < deadline:
@@ -139,14 +217,21 @@ class Agent(LocalElasticAgent):
             # The processes have the signal and are saving. Slurm repeats it, and each repetition would cut the wait short.
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
+        self._wait = None
         super()._shutdown(*arguments, **options)  # type: ignore[arg-type]
+        self._limit(self.meet_s)
+
+    def handlers(self) -> dict[int, Any]:
+        """torch's handlers of this node's processes, by local rank."""
+        context: Any = self._pcontext
+        return context.subprocess_handlers if context else {}
 
     def failures(self) -> dict[int, ProcessFailure]:
         """The processes that have ended with an error, by global rank."""
         context: Any = self._pcontext
         found = {}
-        for local, handler in (context.subprocess_handlers if context else {}).items():
-            if code := handler.proc.returncode:
+        for local, handler in self.handlers().items():
+            if code := handler.proc.poll():
                 rank = self._worker_group.workers[local].global_rank
                 found[rank] = ProcessFailure(local, handler.proc.pid, code, context.error_files[local])
         return found

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from boost import errors
-from boost.errors import BoostError, ExcludedError, HangError, StorageError, TrainingError
+from boost.errors import BoostError, ExcludedError, HangError, TrainingError
 from boost.format import format_bytes
 
 _LOST_GLOO = re.compile(
@@ -125,7 +125,8 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
     elif what := out_of_memory(error) or errors.thread_limit(error):
         message, name, code = f"process {rank + 1} (rank {rank}): {what}", "TrainingError", TrainingError.exit_code
     elif isinstance(error, OSError):
-        message, name = f"{error.filename or 'file system'}: {error.strerror or error}", StorageError.__name__
+        known = errors.system_error(error)
+        message, name, code = str(known), type(known).__name__, known.exit_code
     else:
         kind, message, name, code = "defect", trace, "BoostError", 1
     return FailureReport(rank, kind, message, name, code, trace, time.time())

@@ -42,6 +42,9 @@ INTERVAL_S = 1.0
 SILENCE_S = 3.5
 """Seconds without a heartbeat after which a process is unresponsive if another process has waited for the whole timeout."""
 
+RESUMED_S = 30.0
+"""Seconds after a suspension of all processes in which it explains connections that time out."""
+
 WATCH_MARGIN_S = 2.0
 """Seconds past the timeout after which the thread reports a hang, if the backend has not raised an error by then."""
 
@@ -104,6 +107,8 @@ class Beat:
     pace: float = 0.0
     """Seconds per micro-batch of the latest forward and backward passes; 0 if unknown."""
     pid: int = 0
+    stopped_s: float = 0.0
+    """How long the process was suspended, in seconds, until at most `RESUMED_S` ago; 0 if it was not."""
 
     @staticmethod
     def parse(text: str) -> "Beat":
@@ -153,9 +158,14 @@ class StoreBoard:
     def __init__(self, store: dist.Store) -> None:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=SILENCE_S))
+        self._is_lost = False
+        """Whether the connection has failed: c10d does not reconnect, and prints a C++ stack for each further request."""
 
     def post(self, rank: int, text: str) -> None:
-        self._store.set(f"beat/{rank}", text)
+        if not self._is_lost:
+            self._is_lost = True
+            self._store.set(f"beat/{rank}", text)
+            self._is_lost = False
 
     def read(self, size: int) -> list[Beat]:
         beats = []
@@ -268,6 +278,8 @@ class Heartbeat:
         self._is_store_silent = False
         """Whether the store has failed to respond since the latest progress."""
         self._earlier: tuple[float, dict[int, int]] | None = None
+        self._slept_at = self._resumed_at = time.monotonic()
+        self._stopped_s = 0.0
         self._thread = threading.Thread(target=self._run, name="boost-heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
@@ -306,6 +318,8 @@ class Heartbeat:
         if self._board is None and not self._is_store_silent:
             return None
         waiting = self._beat()
+        if time.monotonic() - self._slept_at > SILENCE_S:
+            self._earlier = None  # this process was suspended since, perhaps with all others
         while (earlier := self._earlier or self._counts()) is not None:
             began, before = earlier
             time.sleep(max(0.0, began + SILENCE_S - time.monotonic()))
@@ -352,7 +366,7 @@ class Heartbeat:
         saving = _state.background_save or _state.phase == Phase.SAVE
         where = innermost_line(frame)
         facts = (self.rank, self._count, _state.phase, _state.step, where, left, saving, last, issued)
-        return Beat(*facts, self._incarnation, _state.pace, os.getpid())
+        return Beat(*facts, self._incarnation, _state.pace, os.getpid(), self._stopped_s)
 
     def _post(self, left: bool = False) -> Beat:
         self._count += 1
@@ -365,8 +379,14 @@ class Heartbeat:
         progress: object = None
         since = seen = time.monotonic()
         while not self._over:
+            self._slept_at = time.monotonic()
             self.wake.wait(INTERVAL_S)
             self.wake.clear()
+            now = time.monotonic()
+            if now - self._slept_at > SILENCE_S:
+                self._stopped_s, self._resumed_at = now - self._slept_at, now
+            elif now - self._resumed_at > RESUMED_S:
+                self._stopped_s = 0.0
             try:
                 beat = self._post()
             except (OSError, RuntimeError) as error:  # the store's host is gone; the collectives will fail too
@@ -469,13 +489,19 @@ def hang_message(
     waiting: Beat, beats: Sequence[Beat], before: dict[int, int], size: int, timeout_s: float | None
 ) -> str | None:
     """Names the processes that `waiting` waits for: those whose heartbeat count has not changed since `before`; if none, those that
-    have not reached its collective. `timeout_s`: the timeout that expired; None if `waiting` lost its connection earlier.
+    have not reached its collective, unless all processes were suspended. `timeout_s`: the timeout that expired; None if `waiting`
+    lost its connection earlier.
 
     Returns None if every process sends heartbeats and has reached the collective. The cause is then the network or work that takes
     longer than the timeout.
     """
     others = [beat for beat in beats if beat.rank != waiting.rank and not beat.left]
     silent = [beat for beat in others if beat.count == before.get(beat.rank)]
+    if not silent and len(beats) == size and (stopped_s := min(beat.stopped_s for beat in beats)):
+        return (
+            f"all {size} processes were stopped for about {stopped_s:.0f} s, for example with their job or machine, so connections "
+            f"timed out; {_waits(waiting, size, timeout_s)}"
+        )
     mine, behind = waiting.issued.get(waiting.last or ""), []
     if mine is not None and not mine.point_to_point:
         for beat in others:

@@ -25,6 +25,7 @@ from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError, StoppedError, TrainingError
 from boost.machine import launcher_number
 from boost.parallel.mesh import Mesh, mesh_of
+from boost.train.overdue import MARGIN_S, time_limit
 
 LAUNCH_DIR = "BOOST_LAUNCH_DIR"
 """Environment variable: the folder that the single-machine launcher shares with its processes."""
@@ -191,8 +192,12 @@ def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store,
         raise ConfigError(f"RANK = {rank} in the environment is not below WORLD_SIZE = {size}; start with torchrun")
     if folder := launch_dir():
         return file_store(folder / "store", size), rank, size
-    store = _connect(rank, timeout_s, stopped)
-    attempt = agree_on_attempt(store, rank, size, timeout_s, stopped)
+    limit_s = 2 * timeout_s + MARGIN_S
+    with time_limit(
+        limit_s, f"the run's store did not respond within {limit_s:g} s (run.startup_timeout_s = {timeout_s:g})"
+    ):
+        store = _connect(rank, timeout_s, stopped)
+        attempt = agree_on_attempt(store, rank, size, timeout_s, stopped)
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     return dist.PrefixStore(attempt, store), rank, size
 

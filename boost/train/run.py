@@ -36,6 +36,7 @@ from boost.train.heartbeat import Heartbeat, process_name
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, tracker_modules
+from boost.train.overdue import leave
 from boost.train.rendezvous import Stopped, close_mesh, launch_dir, open_mesh
 from boost.train.resume import require_nothing_lost, require_start, resume_candidates
 from boost.train.run_lock import RunLock, require_unlocked
@@ -43,7 +44,7 @@ from boost.train.rundir import RunDirectory, configure_logging, without_links
 from boost.train.samples import heldout_prompt, sample_text
 from boost.train.signals import StopRequest, until_stopped
 from boost.train.teacher import check_teacher
-from boost.train.worker import leave, stop_without
+from boost.train.worker import stop_without
 
 log = logging.getLogger("boost")
 

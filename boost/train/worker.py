@@ -21,6 +21,7 @@ import torch
 from boost.text import escape_output, printable_text
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
+from boost.train.overdue import leave
 from boost.train.rendezvous import LAUNCH_DIR
 from boost.train.signals import StopRequest, caught_signals
 
@@ -132,15 +133,6 @@ def stay_on_loopback() -> None:
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # "=": exact name, not a prefix
-
-
-def leave(code: int) -> None:
-    """Exits without interpreter shutdown, which can hang indefinitely on a broken process group."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None:

@@ -1,7 +1,10 @@
 """`boost launch`: checked before torchrun starts, one error, exit codes, and signals during a save."""
 
 import os
+import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +13,15 @@ from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.launcher import api
 
 from boost.cli.main import main
+from boost.errors import BoostError
 from boost.train.agent import Agent
 from boost.train.signals import STOP_SIGNALS
 from tests.cli.commands import Capture, say
@@ -86,6 +93,7 @@ def test_the_launched_command_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> N
             "the nodes lost each other or did not meet at one:29400: nobody",
         ),
         (DistNetworkError("refused"), 3, "the nodes lost each other or did not meet at one:29400: refused"),
+        (socket.gaierror(-2, "Name or service not known"), 3, "network: Name or service not known"),
     ],
 )
 def test_nodes_that_do_not_meet(
@@ -126,6 +134,100 @@ def test_the_root_cause_is_printed(
     assert (error.exit_code, str(error)) == (code, message)
 
 
+def test_a_process_that_torch_kills_after_a_hang_is_not_the_cause(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """torch lists the process that hangs and does not react to SIGTERM like those that failed before."""
+    hang = ProcessFailure(0, 1, 3, "")
+    hang.error_file_data, hang.message = {"timestamp": 1}, "process 2 of 2 (rank 1) is not responding"
+    listed = {0: hang, 1: ProcessFailure(1, 2, -signal.SIGKILL, "")}
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.FAILED, {}, listed))
+    agent, group = agent_of(0, 1), SimpleNamespace(group_world_size=1, spec=SimpleNamespace(monitor_interval=0.1))
+    for ended, cause in (({0: hang}, hang.message), (listed, "process 2 of 2 (rank 1) was killed by SIGKILL")):
+        monkeypatch.setattr(agent, "failures", lambda ended=ended: ended)
+        with pytest.raises(BoostError, match=re.escape(cause)) as error:
+            agent._monitor_workers(group)
+        assert error.value.exit_code == 3
+
+
+def agent_of(*codes: int | None) -> Any:
+    """An agent whose processes have these exit codes (None: they run)."""
+    agent: Any = Agent.__new__(Agent)
+    workers = [SimpleNamespace(global_rank=rank, world_size=len(codes)) for rank in range(len(codes))]
+    agent._worker_group = SimpleNamespace(workers=workers, state=WorkerState.HEALTHY)
+    handlers = {
+        rank: SimpleNamespace(proc=SimpleNamespace(poll=lambda c=c, **_: c, pid=1)) for rank, c in enumerate(codes)
+    }
+    agent._pcontext = SimpleNamespace(subprocess_handlers=handlers, error_files=dict.fromkeys(handlers, ""))
+    agent._remaining_restarts, agent._store = 0, None
+    return agent
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], threading.Event]:
+    """The exit codes of a launcher that would end, which happens without long waits, and an event that its end sets."""
+    codes, ended = list[int](), threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+        raise SystemExit
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    for name in ("boost.train.agent", "boost.train.overdue"):
+        monkeypatch.setattr(f"{name}.leave", leave)
+    for name in ("boost.train.agent.MARGIN_S", "boost.train.agent._NOTE_S", "boost.train.overdue.LOOK_S"):
+        monkeypatch.setattr(name, 0.01)
+    return codes, ended
+
+
+@pytest.mark.parametrize("answers_at_first", [False, True])
+def test_a_rendezvous_that_never_answers_ends_the_launch(
+    answers_at_first: bool, left: tuple[list[int], threading.Event], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """torch's call blocks in C++: before the agent exists, or in a request after all processes have failed."""
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            assert left[1].wait(600)
+            return False
+
+    def blocks(_: Any) -> None:
+        if answers_at_first:
+            monkeypatch.setattr("boost.train.agent.Agent", lambda: agent_of(3))
+            made: Any = api.LocalElasticAgent
+            agent = made()
+            result = RunResult(WorkerState.FAILED, {}, agent.failures())
+            monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: result)
+            agent._store = Store()
+            agent._monitor_workers(SimpleNamespace(group_world_size=2, spec=SimpleNamespace(monitor_interval=0.0)))
+        assert left[1].wait(600)
+
+    monkeypatch.setattr("torch.distributed.run.run", blocks)
+    monkeypatch.setattr(threading.Timer, "cancel", threading.Timer.join)  # the launch would end before it prints
+    options = ("--nnodes", "2", "--rdzv-endpoint", "one:29400", "--rdzv-conf", "read_timeout=0")
+    err = say(capsys, "launch", *options, "--", "verify")[2]
+    cause = "process 1 of 1 (rank 0) ended with exit code 3; " if answers_at_first else ""
+    assert left[0] == [3]
+    assert f"boost: error: {cause}the rendezvous at one:29400 does not respond\n" in err
+    assert answers_at_first or "waiting for the rendezvous at one:29400\n" in err
+
+
+def test_a_node_whose_processes_run_or_are_done_does_not_depend_on_the_rendezvous(
+    left: tuple[list[int], threading.Event],
+) -> None:
+    agent = agent_of(0, None)
+    agent._limit(5)
+    assert agent.waits() is None
+    done = agent_of(0, 0)
+    done._limit(5)
+    assert done.waits()[1] == 5
+    done._worker_group.state = WorkerState.SUCCEEDED
+    with pytest.raises(SystemExit):
+        done.end_alone("the rendezvous at one:29400")
+    assert left[0] == [0]
+
+
 def launched(folder: Path, store: Path, *words: str, restarts: int = 0, **variables: str) -> ForkedPython:
     """`boost launch` of an endless run on two processes."""
     config = folder / "run.toml"
@@ -152,6 +254,12 @@ def workers_of_a_run(process: ForkedPython, run: Path) -> list[int]:
             ("--inject-fault", "kill@3:1"),
             3,
             "process 2 of 2 (rank 1) was killed by SIGKILL",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            ("--inject-fault", "hang@3:1", "--run.timeout_s", "30"),
+            3,
+            "process 2 of 2 (rank 1) is not responding",
             marks=pytest.mark.nightly,
         ),
     ],

@@ -96,22 +96,24 @@ def test_the_pace_of_a_gpu_is_that_of_its_kernels(monkeypatch: pytest.MonkeyPatc
 
 
 def test_replicas_are_admitted_after_a_step_that_neither_ends_the_run_nor_is_rolled_back() -> None:
-    admitted: list[int] = []
-    recovery: Any = SimpleNamespace(has_waiting=lambda: True, admit=lambda: admitted.append(1))
+    admitted, waiting, said = list[int](), [False, True], list[str]()
+    recovery: Any = SimpleNamespace(
+        has_waiting=lambda: waiting.pop(0), admit=lambda: admitted.append(1), warnings=["the store is silent"]
+    )
     trainer: Any = SimpleNamespace(
-        mesh=SimpleNamespace(is_main=False), requested=StepFlags.SAVE, judge=SimpleNamespace(rollback_reason=None)
+        requested=StepFlags.SAVE, judge=SimpleNamespace(rollback_reason=None), warn=said.append
     )
     hook = Admission(recovery)
-    for is_main, requested in ((False, StepFlags.SAVE), (True, StepFlags.SAVE | StepFlags.JOIN)):
-        trainer.mesh.is_main = is_main
+    for requested in (StepFlags.SAVE, StepFlags.SAVE | StepFlags.JOIN):
         hook.after_backward(trainer)
-        assert trainer.requested == requested, "the main process asks for all"
+        assert trainer.requested == requested
 
     def admits(joins: bool = True, last: bool = False, stopping: bool = False) -> bool:
         admitted.clear()
         hook.after_step(trainer, SimpleNamespace(joins=joins, last=last, stopping=stopping))  # type: ignore[arg-type]
         return bool(admitted)
 
+    assert not admits(joins=False) and said == ["the store is silent"]
     assert admits() and not admits(joins=False) and not admits(last=True) and not admits(stopping=True)
     trainer.judge.rollback_reason = "a spike"
     assert not admits(), "the newcomer would not roll back"

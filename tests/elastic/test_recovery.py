@@ -1,6 +1,7 @@
 """In-step recovery on whole runs: processes die, and losses match an undisturbed run."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -22,9 +23,11 @@ from boost.elastic.groups import Membership
 from boost.elastic.membership import DEAD, SILENT, Coordinator, Decision, Member
 from boost.elastic.mesh import replica_of_rank
 from boost.elastic.recovery import Recovery, decode, encode
+from boost.elastic.session import Admission
 from boost.elastic.supervise import Supervisor
 from boost.errors import ConfigError, ExcludedError, StoppedError, StorageError, TrainingError
 from boost.measure.counting import CollectiveCounter
+from boost.parallel.gradients import StepFlags
 from boost.train.agreement import PeersLostError
 from boost.train.checkpoint import Checkpoint, SavedCheckpoint
 from boost.train.evaluate import Evaluation
@@ -525,6 +528,81 @@ def test_a_replica_that_falls_silent_is_excluded_by_those_whose_gpus_wait_for_it
     assert waits.membership.over.is_set()
     lost = Coordinator(waits.store, 2, 1).lost_among(waits.decision.members)
     assert [member.replica for member in lost] == [0]
+
+
+class Unreachable(dist.HashStore):
+    """A store that a training step must not ask, or whose connection has failed."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
+
+    def clone(self) -> "Unreachable":
+        return self
+
+
+def test_a_step_does_not_ask_the_store_who_waits() -> None:
+    """A thread does, because the request may block."""
+    member, store = waiting_replica(), waiting_replica().store
+    member.store, member._coordinator.store, member.warnings = Unreachable(), Unreachable(), []
+    member.membership, hook = Membership(0), Admission(member)
+    trainer: Any = SimpleNamespace(requested=StepFlags.NONE)
+    Coordinator(store, 2, 1).announce(Member(1, "1.1"))
+    for requested in (StepFlags.NONE, StepFlags.JOIN):
+        hook.after_backward(trainer)
+        assert trainer.requested == requested
+        member._check_membership(Coordinator(store, 2, 1), None)
+    member.decision = Decision(1, member.decision.members, seen=1)
+    assert not member.has_waiting()
+
+
+def test_the_death_of_the_coordinator_is_told_and_ends_the_run_only_at_the_next_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    member = member_on_gpu()  # waits
+    member.store, member._where, member._closed = Unreachable(), "login:29410", threading.Event()
+    member._coordinator.store, member.warnings, member._patience_s = member.store, [], 1.0
+    member._answered, member.replica = time.monotonic() - 99, SimpleNamespace(process=0)  # type: ignore[assignment]
+    monkeypatch.delenv("BOOST_LAUNCH_DIR", raising=False)
+    monkeypatch.setattr(recovery, "WATCH_S", 0.0)
+    member._slow, member._looks_at_pace, member.slots = {}, False, 2
+    member._watch()
+    assert member.warnings == [
+        "the run's store at login:29410 does not respond (Broken pipe); the run continues until its next failure"
+    ]
+    since, limit = member._waits() or (0.0, 0.0)
+    assert time.monotonic() - since < limit, "its requests fail, so none blocks"
+    with pytest.raises(TrainingError, match="start a new 'boost coordinate'"):
+        member._recover()
+
+
+def test_a_replica_that_cannot_tell_whether_the_others_continue_asks_for_another_try(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher restarts it: with code 2, it would not."""
+    member, left = waiting_replica(), list[int]()
+    monkeypatch.setattr("boost.train.overdue.leave", left.append)
+    member._where, member._patience_s, member.membership = "login:29410", 12.0, Membership(0)
+    member._answered, member.warnings = time.monotonic() - 99, []
+    assert member._waits() is None and "silent for 12 s" in member.warnings[0]
+    with member._asking():
+        since, limit = member._waits() or (math.inf, 0.0)
+        assert limit == 12 and since == pytest.approx(time.monotonic(), abs=600)
+    member._end_alone()
+    member._coordinator.exclude(member.member.incarnation, DEAD, "was restarted")
+    member._check_membership(member._coordinator, time.monotonic() - recovery.EXCLUDED_GRACE_S - 1)
+    assert left == [3, 3]
+    said = capsys.readouterr().err
+    assert "has not responded for 12 s" in said and "the other replicas continue without this one" in said
+
+
+def test_a_store_that_blocks_does_not_delay_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    member, waits = waiting_replica(), threading.Event()
+    monkeypatch.setattr(recovery, "SILENCE_S", 0.01)
+    member.store, member._closed = SimpleNamespace(set=lambda *_: waits.wait(600)), threading.Event()  # type: ignore[assignment]
+    member.membership = Membership(0)
+    member.close()
+    assert not waits.is_set()
+    waits.set()
 
 
 def test_communicators_are_closed_with_the_run() -> None:

@@ -111,6 +111,27 @@ def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_run_whose_coordinator_is_gone_goes_on_until_its_next_failure(
+    nodes: tuple[Node, Node], config: Path, is_cut: bool
+) -> None:
+    """The coordinator dies, or the line to it is cut: then requests to it block, which must not pause training."""
+    agents = start(nodes, config, "bb")
+    run = config.parent / "run"
+    wait_for_step(agents, run, 5)
+    if is_cut:
+        nodes[1].connect(False)
+    else:
+        nodes[0].agents[0].kill()
+    log = run / "logs" / "rank0.log"
+    wait_for(agents, lambda: "the run continues until its next failure" in log.read_text())
+    wait_for_step(agents, run, read_metrics(run / "metrics.jsonl")[-1]["step"] + 20)
+    os.kill(agents[1].workers()[0], signal.SIGKILL)
+    assert [agent.wait(LIMIT_S) for agent in agents] == [3, 3], [agent.said() for agent in agents]
+    assert "run's store at 10.213.7.1:29410" in agents[0].said().splitlines()[-1], agents[0].said()
+
+
+@pytest.mark.nightly
 def test_when_no_replica_with_weights_is_left_all_torchruns_end(nodes: tuple[Node, Node], config: Path) -> None:
     agents = start(nodes, config, "ab", max_restarts=1)
     wait_for_step(agents, config.parent / "run", 5)

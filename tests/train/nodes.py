@@ -109,15 +109,16 @@ class Node(Host):
     def replica(
         self, number: int, coordinator: "Node", words: list[str], nproc: int = 1, max_restarts: int = 0
     ) -> Agent:
-        """Starts a torchrun of `nproc` processes as one replica of a run with in-step recovery."""
+        """Starts `boost launch` of `nproc` processes as one replica of a run with in-step recovery."""
         command = [
+            "launch",
             *("--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts), "--monitor-interval", "0.2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{PORT + 20 + number}", "--rdzv-id", str(number)),
-            *("--rdzv-conf", "is_host=1", "--local-addr", "127.0.0.1", "-m", "boost.cli.main", *words),
+            *("--rdzv-conf", "is_host=1", "--local-addr", "127.0.0.1", "--", *words),
         ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
         environment |= {"BOOST_REPLICA": str(number), "BOOST_COORDINATOR": f"{coordinator.address}:29410"}
-        return self.started(torchrun, command, environment)
+        return self.started(boost_command, command, environment)
 
     def connect(self, on: bool) -> None:
         """Connects or disconnects the wire."""

@@ -1,6 +1,7 @@
 """Classification of exceptions: a table of messages from torch, gloo, NCCL and the allocators."""
 
 import errno
+import socket
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +130,30 @@ def test_what_a_process_says_of_its_error() -> None:
     assert (hung.kind, hung.message, hung.exit_code) == ("hung", "process 2 is not responding", 3)
     disk = failure_report(OSError(errno.ENOSPC, "No space left on device", "/run"), 0)
     assert (disk.kind, disk.error, disk.message) == ("boost", "StorageError", "/run: No space left on device")
+
+
+def getaddrinfo(host: str) -> None:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def test_the_network_is_no_file_system() -> None:
+    """Another try may succeed, and the host is named."""
+    with pytest.raises(socket.gaierror) as unknown:
+        getaddrinfo("node-7")
+    assert failure_report(unknown.value, 0).message == "network: Name or service not known ('node-7')"
+    for error in (
+        unknown.value,
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        ConnectionError("closed"),
+        TimeoutError("timed out"),
+        OSError(errno.EHOSTUNREACH, "No route to host"),
+    ):
+        report = failure_report(error, 0)
+        assert (report.kind, report.error, report.exit_code) == ("boost", "TrainingError", 3), error
+        assert report.message.startswith("network: ")
+    for error in (OSError(errno.EIO, "Input/output error"), TimeoutError(errno.ETIMEDOUT, "timed out", "/nfs/x")):
+        report = failure_report(error, 0)
+        assert (report.kind, report.error, report.exit_code) == ("boost", "StorageError", 2), error
 
 
 @pytest.mark.parametrize("name", ["boost-run-lock", "save", "ThreadPoolExecutor"])

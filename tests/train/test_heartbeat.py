@@ -75,6 +75,41 @@ def test_nobody_is_blamed_while_all_beat_alike_or_for_having_left() -> None:
     assert hang_message(waiting, [waiting, beat(1, 5, 345, left=True)], {1: 5}, 2, 10) is None
 
 
+def test_nobody_is_blamed_if_all_were_suspended() -> None:
+    waiting, behind = beat(0, 9, 346, stopped_s=40.0), beat(1, 9, 345, stopped_s=30.4)
+    message = hang_message(waiting, [waiting, behind], {0: 5, 1: 5}, 2, 10)
+    assert message is not None and message.startswith("all 2 processes were stopped for about 30 s"), message
+    assert "rank 1" not in message
+    left = beat(1, 5, 345, stopped_s=30.4, left=True)
+    assert "all 2 processes were stopped" in str(hang_message(waiting, [waiting, left], {0: 5, 1: 5}, 2, None))
+    for blamed in (beat(1, 9, 345), beat(1, 5, 345, stopped_s=30.4)):  # was not suspended; does not respond since
+        assert str(hang_message(waiting, [waiting, blamed], {0: 5, 1: 5}, 2, 10)).startswith(
+            "process 2 of 2 (rank 1) is "
+        )
+
+
+def test_a_process_that_was_suspended_says_so_and_reads_the_heartbeats_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seconds = [100.0], [1.0, 40.0, 1.0, 1.0, heartbeat.RESUMED_S, 1.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    run = RunConfig.model_validate({"startup_timeout_s": 1000})
+    beating, said = Heartbeat(Mesh(toy.CPU, rank=0, size=2), run, print), list[float]()
+    beating._board = mock.Mock(post=lambda rank, text: said.append(json.loads(text)["stopped_s"]))
+
+    def sleep(_: float) -> None:
+        clock[0] += seconds.pop(0)
+        beating._over = not seconds
+
+    monkeypatch.setattr(beating.wake, "wait", sleep)
+    beating._run()
+    assert said == [0, 40, 40, 40, 30, 30]
+    other = iter([beat(1, 7, 345), beat(1, 8, 345)])
+    beating._board = mock.Mock(read=lambda _: [next(other)])
+    beating._earlier = clock[0], {1: 7}
+    clock[0] += 40
+    assert beating.diagnose() is None, "its count has not changed since before the suspension, and grows since"
+
+
 def recorded(folder: str) -> tuple[Any, ...]:
     """What a process publishes around collectives, in phases with different timeouts."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -16,7 +16,7 @@ from boost.config.architecture import parameter_count
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from tests.train.commands import alive, toml
-from tests.train.nodes import FLOAT64, LIMIT_S, Agent, Node, losses, two_nodes, wait_for, wait_for_step
+from tests.train.nodes import FLOAT64, LIMIT_S, PORT, Agent, Node, losses, two_nodes, wait_for, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +131,17 @@ def test_a_node_that_takes_anothers_place_is_let_in(
     for agent in agents:
         assert agent.wait(LIMIT_S) == 0, agent.said()
     assert losses(run) == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.nightly
+def test_a_node_that_is_cut_off_ends_with_its_processes(nodes: tuple[Node, Node], config: Path, tmp_path: Path) -> None:
+    """Restarts are left, but the rendezvous host cannot be reached: its requests would block for 15 minutes."""
+    words = command(config, tmp_path / "run", "--train.steps", "5000", "--run.timeout_s", "20")
+    agents = [node.launch(nodes[0], words, nproc=1, max_restarts=3) for node in nodes]
+    wait_for_step(agents, tmp_path / "run", STEPS)
+    nodes[1].connect(False)
+    assert agents[1].wait(400) == 3, agents[1].said()
+    assert f"the rendezvous at {nodes[0].address}:{PORT} does not respond" in agents[1].said().splitlines()[-1]
 
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.nightly)])

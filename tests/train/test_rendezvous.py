@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import socket
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -71,6 +72,22 @@ def test_missing_processes_are_named() -> None:
         agree_on_attempt(dist.HashStore(), 0, 3, 0.05)
     with pytest.raises(TrainingError, match=r"^not all 3 processes joined within run\.startup"):
         agree_on_attempt(dist.HashStore(), 1, 3, 0.05)
+
+
+def test_a_store_that_never_answers_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's connection to it blocks in C++."""
+    codes, ended = list[int](), threading.Event()
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_connect", lambda *_: ended.wait(600) and dist.HashStore())
+    monkeypatch.setattr(rendezvous, "agree_on_attempt", lambda *_: "")
+    monkeypatch.setattr(rendezvous, "MARGIN_S", 0.0)
+    monkeypatch.setattr("boost.train.overdue.LOOK_S", 0.01)
+    monkeypatch.setattr("boost.train.overdue.leave", lambda code: (codes.append(code), ended.set()))
+    rendezvous.meet(0.1)
+    assert codes == [3] and "the run's store did not respond within 0.2 s" in capsys.readouterr().err
 
 
 def test_one_process_has_no_group() -> None:
