@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from boost.config import Config
@@ -55,6 +55,7 @@ from boost.train.checkpoint.verify import (
     Shards,
     StoredShard,
     first_problem,
+    open_tensors,
     read_json,
     read_manifest,
     verify_file,
@@ -332,7 +333,7 @@ def read_slices(wanted: Sequence[LocalSlice], path: Path, shards: Shards) -> Non
         for shard in shards[s.name]:
             by_file[shard.file].append((shard, s))
     for file, pairs in by_file.items():
-        with safe_open(path / file, "pt") as opened:
+        with open_tensors(path / file) as opened:
             for shard, s in pairs:
                 # Per dimension: where the intersection begins in the shard, where in the slice, and its length.
                 ranges = list[tuple[int, int, int]]()
