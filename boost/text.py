@@ -69,8 +69,15 @@ def foreign_encoding(data: bytes) -> str | None:
     return "UTF-16" if len(data) >= 4 and sum(not any(half) for half in halves) == 1 else None
 
 
-def escape_output() -> None:
-    """Makes standard output escape characters that its encoding lacks, as standard error does, instead of raising an error."""
+def prepare_streams() -> None:
+    """Opens closed standard streams on the null device; otherwise, the next files would get their descriptors, and with them what C
+    code prints. Makes standard output escape characters that its encoding lacks, as standard error does, instead of raising an
+    error."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free
+            os.set_inheritable(null, True)
+            setattr(sys, name, open(null, "r" if name == "stdin" else "w", errors="backslashreplace"))  # noqa: SIM115 (stays open)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from boost.config import Config, load
 from boost.errors import BoostError, ConfigError
-from boost.text import brief, escape_output, printable
+from boost.text import brief, prepare_streams, printable
 
 DEEP = 100_000
 FILES: dict[str, tuple[bytes, str]] = {
@@ -124,6 +124,6 @@ def test_any_bytes_give_a_configuration_or_a_boost_error(tmp_path: Path, content
 def test_what_an_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="latin-1"))
-    escape_output()
+    prepare_streams()
     print("ü 漢", flush=True)
     assert written.getvalue() == b"\xfc \\u6f22\n"

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 from boost.errors import BoostError, ConfigError, StorageError, thread_limit
 from boost.machine import available_cores
-from boost.text import escape_output, print_error, printable
+from boost.text import prepare_streams, print_error, printable
 from boost.version import __version__
 
 COMMAND_GROUPS = {
@@ -80,13 +80,13 @@ def build_parser(words: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 success, 2 bad input, 3 training failed, 1 a bug."""
+    prepare_streams()
     # Processes with many more threads than cores hang, so OMP_NUM_THREADS is lowered before torch reads it.
     threads, cores = os.environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) > cores:
         os.environ["OMP_NUM_THREADS"] = str(cores)
         note = f"OMP_NUM_THREADS = {threads} exceeds the number of available cores; using {cores}"
         print(f"warning: {note}", file=sys.stderr)
-    escape_output()
     given = list(sys.argv[1:] if argv is None else argv)
     # All other words of `launch` are torchrun's or those of the command that it launches.
     launches = given[:1] == ["launch"] and not {"-h", "--help"} & {*given[1:2]}

@@ -177,7 +177,7 @@ def train(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # NVSwitch adds in no fixed order
     if not launch_dir():
-        with contextlib.suppress(OSError):  # stderr may not be a file
+        with contextlib.suppress(AttributeError, OSError, RuntimeError):  # stderr may be closed, or not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
         if "TORCHELASTIC_RUN_ID" in os.environ and config.run.recovery == "restart":
             stop_without(os.getppid())  # a signal that torchrun does not handle would end it, but not its processes
