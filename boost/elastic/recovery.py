@@ -40,7 +40,7 @@ from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, apply_timeout, board_of
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
-from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet
+from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet, require_interface
 from boost.train.replicas import Mismatch, ReplicaReport, digest
 from boost.train.worker import leave
 
@@ -427,6 +427,7 @@ def _start(
 ) -> tuple[int, int, dist.Store, dist.Store, str]:
     """(replica, process within it, the replica's store, the run's store, incarnation), read from the environment."""
     own: dist.Store
+    require_interface()
     if folder := launch_dir():
         replica, process = replica_of_rank(parallel, int(os.environ["RANK"]))
         incarnation = os.environ.get(INCARNATION, f"{replica}.0")
