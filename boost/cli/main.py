@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 
-from boost.errors import BoostError, ConfigError, StorageError, thread_limit
+from boost.errors import BoostError, ConfigError, StorageError, system_limit
 from boost.machine import available_cores
 from boost.text import prepare_streams, print_error, printable
 from boost.version import __version__
@@ -152,7 +152,7 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (OSError, RuntimeError) as error:
-        message = thread_limit(error)
+        message = system_limit(error)
         if isinstance(error, OSError):
             message = message or f"{error.filename or 'file system'}: {error.strerror or error}"
         if args.debug or not message:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError, StoppedError, TrainingError
+from boost.errors import ConfigError, StoppedError, TrainingError, system_limit
 from boost.machine import launcher_number
 from boost.parallel.mesh import Mesh, mesh_of
 
@@ -111,7 +111,9 @@ def require_interface() -> None:
         try:
             gloo = dist.ProcessGroupGloo
             gloo.create_device(interface=name) if name else gloo.create_default_device()
-        except RuntimeError:
+        except RuntimeError as error:
+            if system_limit(error):
+                raise
             raise ConfigError(
                 f"GLOO_SOCKET_IFNAME = '{named}': {name or 'the default network interface'} does not exist or has no address; "
                 f"interfaces of this machine: {', '.join(name for _, name in socket.if_nameindex())}"

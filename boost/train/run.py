@@ -20,7 +20,7 @@ from boost.config.recipes import TOKENS_PER_PARAMETER
 from boost.config.schema import BF16_WEIGHTS_COST
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
-from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, thread_limit
+from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, system_limit
 from boost.format import format_count
 from boost.machine import launcher_number
 from boost.text import print_error, printable, printable_text
@@ -343,7 +343,7 @@ def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> Traini
             f"{where}{what}; lower train.micro_batch (now {config.train.micro_batch}), recompute more with train.recompute (now "
             f"{config.train.recompute!r}), or use 'boost plan' to find a mesh that fits"
         )
-    if what := thread_limit(error):
+    if what := system_limit(error):
         return TrainingError(f"{where}{what}")
     if not failures.is_lost_connection(error) and not failures.is_lost_connection(error.__cause__):
         return None
