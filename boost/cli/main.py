@@ -11,10 +11,11 @@ import keyword
 import os
 import sys
 from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 from boost.errors import BoostError, ConfigError, StorageError, system_limit
 from boost.machine import available_cores
-from boost.text import prepare_streams, print_error, printable
+from boost.text import error_line, prepare_streams, print_error
 from boost.version import __version__
 
 COMMAND_GROUPS = {
@@ -48,13 +49,18 @@ COMMAND_GROUPS = {
 COMMANDS = {name: summary for commands in COMMAND_GROUPS.values() for name, summary in commands.items()}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(error_line(message))
+
+
 def build_parser(words: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """Builds the parser for the commands among `words`. Each command's file defines its arguments and help."""
     listed = [
         f"{heading}:\n" + "".join(f"  {name:<14}  {summary}\n" for name, summary in commands.items())
         for heading, commands in COMMAND_GROUPS.items()
     ]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="boost",
         usage="boost COMMAND ...",
         description="\n".join(["Train low-rank LLMs (SVD, CoLA, LaX) on many GPUs.\n", *listed]),
@@ -123,7 +129,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list
     args, unknown = parser.parse_known_args(words)
     if not getattr(args, "takes_overrides", False) and overrides + unknown:
         text = " ".join(overrides + unknown)
-        parser.error(printable(f"unrecognized arguments: {text} (see {parser.prog} {args.command} --help)"))
+        parser.error(f"unrecognized arguments: {text} (see {parser.prog} {args.command} --help)")
 
     from boost.config.load import parse_overrides
 

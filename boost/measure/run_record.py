@@ -6,13 +6,13 @@ import math
 import os
 import re
 import statistics
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from boost.errors import DataError
+from boost.errors import ConfigError, DataError
+from boost.text import read_toml
 from boost.train.metrics import read_metrics
 from boost.train.run_lock import is_held
 from boost.train.rundir import RunDirectory
@@ -110,10 +110,10 @@ def read_run(path: Path) -> RunRecord:
     # The configuration of the last start, with every field resolved.
     _, file = max((int(name[1] or 1), file) for name, file in names if name)
     try:
-        train = tomllib.loads(file.read_text(encoding="utf-8", errors="replace")).get("train")
+        train = read_toml(file).get("train")
         total = train.get("steps") if isinstance(train, dict) else None
-    except (tomllib.TOMLDecodeError, RecursionError):
-        raise DataError(f"'{file}' is not a TOML file; restore it, or move this run elsewhere") from None
+    except ConfigError as error:
+        raise DataError(f"{error}; restore it, or move this run elsewhere") from None
     losses, speeds, mfus, seconds = (
         [line[name] for line in steps if math.isfinite(line[name])]
         for name in ("loss", "tokens_per_second", "mfu", "seconds")

@@ -57,7 +57,7 @@ def test_the_configuration_of_the_last_start_counts(tmp_path: Path) -> None:
     make_run(path, of=30)
     assert (path / "config.11.toml").exists() and read_run(path).total_steps == 30
     (path / "config.12.toml").write_text("[")
-    with pytest.raises(DataError, match=r"config.12.toml' is not a TOML file"):
+    with pytest.raises(DataError, match=r"config.12.toml is not valid TOML: .*; restore it"):
         read_run(path)
 
 
