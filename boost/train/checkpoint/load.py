@@ -12,11 +12,12 @@
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -228,14 +229,19 @@ SETTLE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 to 60 s."""
 
 
-def open_on_all(path: Path, mesh: Mesh, check: Callable[[Checkpoint], object] = lambda _: None) -> Checkpoint:
+def open_on_all(
+    path: Path,
+    mesh: Mesh,
+    check: Callable[[Checkpoint], object] = lambda _: None,
+    pauses: Iterator[float] | None = None,
+) -> Checkpoint:
     """Opens the checkpoint in a folder on all processes and checks that all of them read the same one. `check` raises an error if
     it does not fit this run. Collective.
 
-    If only some processes can read it, tries again for a minute. Raises DamagedCheckpointError on every process, naming the
+    If only some processes can read it, tries again for a minute, or after each of the `pauses` that are left, in seconds. Raises DamagedCheckpointError on every process, naming the
     process and the file, or the error of `open_checkpoint` or `check` if it does not depend on what a process can read.
     """
-    for pause in (*SETTLE_PAUSES_S, None):
+    for pause in itertools.chain(SETTLE_PAUSES_S if pauses is None else pauses, [None]):
         found: list[Checkpoint] = []
 
         def look(found: list[Checkpoint] = found) -> tuple[str, str]:
