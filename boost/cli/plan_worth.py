@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from boost.cli.plan_report import SCHEMA, TOKENS_PER_PARAMETER, as_json, asked_keys, asked_words, console
 from boost.cli.terminal import new_table, print_table, searching
 from boost.config.architecture import flops_per_token, parameter_count
-from boost.config.load import validated
+from boost.config.load import dense_of
 from boost.config.recipes import recipes, tokens_of
 from boost.config.schema import Config, ModelConfig
 from boost.errors import ConfigError
@@ -155,9 +155,7 @@ def _fastest(args: argparse.Namespace, search: Search) -> Plan:
 def scaled(base: Config) -> Iterator[Config]:
     """Yields dense models in order of size, up to the shape of `base`: with as many blocks and heads, and MLPs of its relative
     width or wider, up to the size of the next head dimension."""
-    lost = {"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu"}
-    kept = base.model.model_dump(exclude=lost, exclude_none=True)
-    whole = validated(base.model_dump(exclude_none=True) | {"model": {**kept, "family": "dense"}})
+    whole = dense_of(base)
     model = whole.model
     least = max(model.head_dim // 4 // HEAD_STEP * HEAD_STEP, HEAD_STEP)
     models = []

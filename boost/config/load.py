@@ -85,6 +85,13 @@ def change(tree: JsonObject, changes: Mapping[str, object]) -> None:
             table[name] = value
 
 
+def dense_of(config: Config) -> Config:
+    """The configuration with dense linears of the same sizes; without what only other families have. Not checked by the rules."""
+    tree = config.model_dump(exclude_none=True)
+    change(tree, {"model.family": "dense"})
+    return validated(tree)
+
+
 def tags() -> list[tuple[str, str]]:
     """(section, key) for every tag, each before the tags that it may change."""
     return [(section, tagged.tag()) for section, root in _tagged() for tagged in (root, *root.parts.values())]

@@ -238,8 +238,9 @@ def open_on_all(
     """Opens the checkpoint in a folder on all processes and checks that all of them read the same one. `check` raises an error if
     it does not fit this run. Collective.
 
-    If only some processes can read it, tries again for a minute, or after each of the `pauses` that are left, in seconds. Raises DamagedCheckpointError on every process, naming the
-    process and the file, or the error of `open_checkpoint` or `check` if it does not depend on what a process can read.
+    If only some processes can read it, tries again for a minute, or after each of the `pauses` that are left, in seconds. Raises
+    DamagedCheckpointError on every process, naming the process and the file, or the error of `open_checkpoint` or `check` if it
+    does not depend on what a process can read.
     """
     for pause in itertools.chain(SETTLE_PAUSES_S if pauses is None else pauses, [None]):
         found: list[Checkpoint] = []
