@@ -16,6 +16,7 @@ _SOUND_MODELS: "weakref.WeakValueDictionary[int, ModelConfig]" = weakref.WeakVal
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first rule that the configuration violates."""
+    config.model.require_implemented()
     sound = _SOUND_MODELS.get(id(config.model)) is config.model
     problems = itertools.chain(
         () if sound else _model_problems(config),

@@ -208,6 +208,26 @@ def test_a_rule_of_a_family_may_read_the_mesh(install: Callable[[str], None]) ->
         rules.check(config.changed(parallel={"tp": 4}))
 
 
+@pytest.mark.parametrize(("field", "value"), [("latent_act", "gelu"), ("factor_init", "he"), ("gate", "mine")])
+def test_what_models_do_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch, field: str, value: str) -> None:
+    """Otherwise it would be, without a word, what they compute if none of the names fits: the identity, CoLA's initialization."""
+    monkeypatch.setattr(ModelConfig, "choices", dict(ModelConfig.choices))
+
+    class Own(LaXConfig):
+        family: Literal["own"] = "own"
+        latent_act: Literal["silu", "none", "gelu"]  # type: ignore[assignment]
+        factor_init: Literal["cola", "he"]  # type: ignore[assignment]
+        gate: Literal["identity", "mine"] = "identity"  # type: ignore[assignment]
+
+    config = load("demo", ["--model.family", "own", "--parallel.tp", "1"])
+    with pytest.raises(
+        ConfigError, match=rf"^model.{field} = '{value}' of .*'own' is not implemented; valid values: \w+, "
+    ):
+        load("demo", ["--model.family", "own", f"--model.{field}", value])
+    with pytest.raises(ConfigError, match=rf"^model.{field} = '{value}' of"):
+        toy.toy_decoder(config.changed(model={field: value}))
+
+
 @pytest.mark.parametrize("text", ["import nothing_like_it", "raise SystemExit(3)", "class X("])
 def test_a_plugin_that_cannot_be_imported_is_named(install: Callable[[str], None], text: str) -> None:
     install(text)
