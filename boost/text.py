@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import time
 import tomllib
@@ -27,7 +28,7 @@ def print_error(message: str) -> None:
 
     Under `boost launch`, leaves the line in a file of torchrun's instead: the launcher prints one error for all processes.
     """
-    line = printable(" ".join(message.split()))
+    line = error_line(message)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if LAUNCHED in os.environ and report:
         with contextlib.suppress(OSError):
@@ -37,12 +38,31 @@ def print_error(message: str) -> None:
     print(f"boost: error: {line}", file=sys.stderr, flush=True)
 
 
+def error_line(message: str) -> str:
+    """A message as one printable line; only the beginning and the end of a long one, because names in it may be of any length."""
+    line = printable(" ".join(message.split()))
+    return line if len(line) <= 4000 else f"{line[:2000]} ... ({len(line)} characters) ... {line[-1000:]}"
+
+
+TOML_LIMIT = 1 << 18
+"""Maximum size of a TOML file, in bytes."""
+MOST_PARTS = 16
+"""Maximum number of parts of a key in TOML, such as 3 in a.b.c. The memory that a parser takes grows with their square."""
+_NOT_KEYS = re.compile(r'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*', re.DOTALL)
+"""Strings and comments in TOML."""
+
+
 def read_toml(path: Path) -> JsonObject:
     """Reads a TOML file. Ignores a UTF-8 byte order mark. Raises ConfigError, naming the file."""
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(TOML_LIMIT + 1)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(data) > TOML_LIMIT:
+        raise ConfigError(
+            f"{path} is larger than {TOML_LIMIT:,} bytes, too large for a configuration; pass another file"
+        )
     if encoding := foreign_encoding(data):
         raise ConfigError(f"{path} is {encoding} text; save it as UTF-8, which TOML requires")
     try:
@@ -51,11 +71,22 @@ def read_toml(path: Path) -> JsonObject:
         offset = f"invalid byte at offset {error.start}"
         raise ConfigError(f"{path} is not UTF-8 text ({offset}); a configuration must be a TOML file") from None
     try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {brief_text(str(error), 200)}") from None
+
+
+def parse_toml(text: str) -> JsonObject:
+    """Parses TOML. Raises ValueError, also for values that are nested too deeply."""
+    for key in re.split(r"[\n=,{}\[\]]", _NOT_KEYS.sub("", text)):
+        if key.count(".") >= MOST_PARTS:
+            raise ValueError(
+                f"{brief_text(key.strip())!r} has {key.count('.') + 1} parts; keys have at most {MOST_PARTS}"
+            )
+    try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(f"{path} is not a valid configuration: values are nested too deeply") from None
-    except ValueError as error:  # from tomllib, or an integer with more digits than Python parses
-        raise ConfigError(f"{path} is not valid TOML: {brief_text(str(error), 200)}") from None
+        raise ValueError("values are nested too deeply") from None
 
 
 def foreign_encoding(data: bytes) -> str | None:
@@ -69,8 +100,15 @@ def foreign_encoding(data: bytes) -> str | None:
     return "UTF-16" if len(data) >= 4 and sum(not any(half) for half in halves) == 1 else None
 
 
-def escape_output() -> None:
-    """Makes standard output escape characters that its encoding lacks, as standard error does, instead of raising an error."""
+def prepare_streams() -> None:
+    """Opens closed standard streams on the null device; otherwise, the next files would get their descriptors, and with them what C
+    code prints. Makes standard output escape characters that its encoding lacks, as standard error does, instead of raising an
+    error."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free
+            os.set_inheritable(null, True)
+            setattr(sys, name, open(null, "r" if name == "stdin" else "w", errors="backslashreplace"))  # noqa: SIM115 (stays open)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

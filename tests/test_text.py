@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 
 from boost.config import Config, load
 from boost.errors import BoostError, ConfigError
-from boost.text import brief, escape_output, printable
+from boost.text import brief, prepare_streams, printable
 
-DEEP = 100_000
+DEEP = 50_000
 FILES: dict[str, tuple[bytes, str]] = {
     "deep array": (b"[parallel]\nsplit = " + b"[" * DEEP, "nested too deeply"),
     "deep table": (b"[parallel]\nsplit = " + b"{a=" * DEEP, "nested too deeply"),
-    "deep section": (b"[" + b"a." * 900 + b"a]", "unknown section 'a'"),
+    "deep section": (
+        b"[" + b"a." * 20_000 + b"a]",
+        r"not valid TOML: '(a\.){30}\.\.\. \(40001 characters\)' has 20001 parts; .* 16$",
+    ),
+    "deep key in a table": (
+        b"[model]\nranks = { # ''\n" + b'"=" . \'a"\' .' * 900 + b"a = 1 }",
+        "has 1801 parts; keys have at most 16$",
+    ),
+    "large": (b"#" * (1 << 18) + b"\n", "larger than 262,144 bytes"),
     "5000 digits": (b"[model]\ndim = " + b"9" * 5000, "is not valid TOML: .*digits"),
     "4000 digits": (b"[model]\ndim = " + b"9" * 4000, r"model\.dim = 9+\.\.\. \(4000 characters\) is too large"),
     "5000 hex digits": (
@@ -77,7 +85,14 @@ def test_a_file_that_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--parallel.split", "[" * DEEP], ["--model.dim", "9" * 5000], ["--run.dir", "a\0b"]]
+    "words",
+    [
+        ["--parallel.split", "[" * DEEP],
+        ["--model.dim", "9" * 5000],
+        ["--run.dir", "a\0b"],
+        ["--model.ranks", f"{{{'a.' * 20_000}a = 1}}"],
+        ["--model.ranks.attn" + ".a" * 20_000, "1"],
+    ],
 )
 def test_words_of_the_command_line(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=words[0].removeprefix("--")):
@@ -124,6 +139,6 @@ def test_any_bytes_give_a_configuration_or_a_boost_error(tmp_path: Path, content
 def test_what_an_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="latin-1"))
-    escape_output()
+    prepare_streams()
     print("ü 漢", flush=True)
     assert written.getvalue() == b"\xfc \\u6f22\n"

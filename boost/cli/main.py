@@ -11,10 +11,11 @@ import keyword
 import os
 import sys
 from collections.abc import Collection, Sequence
+from typing import NoReturn
 
-from boost.errors import BoostError, ConfigError, StorageError, system_error, thread_limit
+from boost.errors import BoostError, ConfigError, StorageError, system_error, system_limit
 from boost.machine import available_cores
-from boost.text import escape_output, print_error, printable
+from boost.text import error_line, prepare_streams, print_error
 from boost.version import __version__
 
 COMMAND_GROUPS = {
@@ -46,13 +47,18 @@ COMMAND_GROUPS = {
 COMMANDS = {name: summary for commands in COMMAND_GROUPS.values() for name, summary in commands.items()}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(error_line(message))
+
+
 def build_parser(words: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """Builds the parser for the commands among `words`. Each command's file defines its arguments and help."""
     listed = [
         f"{heading}:\n" + "".join(f"  {name:<14}  {summary}\n" for name, summary in commands.items())
         for heading, commands in COMMAND_GROUPS.items()
     ]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="boost",
         usage="boost COMMAND ...",
         description="\n".join(["Train low-rank LLMs (SVD, CoLA, LaX) on many GPUs.\n", *listed]),
@@ -78,13 +84,13 @@ def build_parser(words: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 success, 2 bad input, 3 training failed, 1 a bug."""
+    prepare_streams()
     # Processes with many more threads than cores hang, so OMP_NUM_THREADS is lowered before torch reads it.
     threads, cores = os.environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) > cores:
         os.environ["OMP_NUM_THREADS"] = str(cores)
         note = f"OMP_NUM_THREADS = {threads} exceeds the number of available cores; using {cores}"
         print(f"warning: {note}", file=sys.stderr)
-    escape_output()
     given = list(sys.argv[1:] if argv is None else argv)
     # All other words of `launch` are torchrun's or those of the command that it launches.
     launches = given[:1] == ["launch"] and not {"-h", "--help"} & {*given[1:2]}
@@ -121,7 +127,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list
     args, unknown = parser.parse_known_args(words)
     if not getattr(args, "takes_overrides", False) and overrides + unknown:
         text = " ".join(overrides + unknown)
-        parser.error(printable(f"unrecognized arguments: {text} (see {parser.prog} {args.command} --help)"))
+        parser.error(f"unrecognized arguments: {text} (see {parser.prog} {args.command} --help)")
 
     from boost.config.load import parse_overrides
 
@@ -150,7 +156,7 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (OSError, RuntimeError) as error:
-        message = thread_limit(error)
+        message = system_limit(error)
         known = StorageError(message) if message else system_error(error) if isinstance(error, OSError) else None
         if args.debug or known is None:
             raise

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from boost.cli.terminal import new_table, print_fact, print_table, result_console, searching
 from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
-from boost.config.load import change, parse_overrides, read_source, tags, validated
+from boost.config.load import change, dense_of, parse_overrides, read_source, tags, validated
 from boost.config.schema import TOKENS_PER_PARAMETER
 from boost.data.store import STORE_FILE, read_meta
 from boost.errors import ConfigError
@@ -159,9 +159,7 @@ def _dense(search: Search) -> Plan | None:
     request, base = search.request, search.request.base
     if not base.model.low_rank or request.fixed & {"parallel.layout", "train.recompute"} or base.optim.for_factors:
         return None
-    model = base.model.model_dump(exclude={"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu"})
-    tree = base.model_dump(exclude_none=True) | {"model": {**model, "family": "dense"}}
-    other = Search(replace(request, base=validated(tree)), known=search)
+    other = Search(replace(request, base=dense_of(base)), known=search)
     return other.fastest() or other.smallest()
 
 

@@ -142,6 +142,15 @@ class ModelConfig(Tagged):
         """Whether the latent gate mixes latent dims and therefore needs whole latents."""
         return self.gate in ("tensor", "dense")
 
+    def require_implemented(self) -> None:
+        """Raises ConfigError for an activation, an initialization or a gate that `boost.models` does not compute, which a family of
+        another package may declare."""
+        for name, base in (("latent_act", LowRankConfig), ("factor_init", LowRankConfig), ("gate", LaXConfig)):
+            value, known = getattr(self, name), get_args(base.model_fields[name].annotation)
+            if name in type(self).model_fields and value not in known:
+                where = f"model.{name} = '{value}' of model.family = '{self.family}'"
+                raise ConfigError(f"{where} is not implemented; valid values: {', '.join(known)}")
+
     def rank_of(self, layer: int, slot: str) -> int | None:
         """Rank of the linear `slot` (attn.q, ...) in block `layer`; None for the dense family."""
         for name in (f"layers.{layer}.{slot}", slot, slot.partition(".")[0]):

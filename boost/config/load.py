@@ -17,7 +17,7 @@ from boost.config import rules
 from boost.config.schema import Config, ModelConfig
 from boost.config.section import Tagged
 from boost.errors import ConfigError
-from boost.text import JsonObject, brief, brief_text, read_toml
+from boost.text import JsonObject, brief, brief_text, parse_toml, read_toml
 
 _PRESETS = resources.files("boost.config") / "presets"
 RANKS = "model.ranks"
@@ -83,6 +83,13 @@ def change(tree: JsonObject, changes: Mapping[str, object]) -> None:
             table = table.setdefault(section, {}) if isinstance(table, dict) else {}
         if isinstance(table, dict):
             table[name] = value
+
+
+def dense_of(config: Config) -> Config:
+    """The configuration with dense linears of the same sizes; without what only other families have. Not checked by the rules."""
+    tree = config.model_dump(exclude_none=True)
+    change(tree, {"model.family": "dense"})
+    return validated(tree)
 
 
 def tags() -> list[tuple[str, str]]:
@@ -214,9 +221,8 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, object]]:
             value = rest.pop(0)
         parsed: object = value
         if expected in _PARSED:
-            # Not TOML, a number with thousands of digits, or nested too deeply: validation reports what is wrong.
-            with contextlib.suppress(ValueError, RecursionError):
-                parsed = tomllib.loads(f"value = {value}")["value"]
+            with contextlib.suppress(ValueError):  # validation reports what is wrong
+                parsed = parse_toml(f"value = {value}")["value"]
         yield key, parsed
 
 

@@ -11,14 +11,16 @@ from boost.config.section import nearest
 from boost.errors import ConfigError
 
 _SOUND_MODELS: "weakref.WeakValueDictionary[int, ModelConfig]" = weakref.WeakValueDictionary()
-"""Models that passed all checks, by identity. A plan checks thousands of configurations of one model."""
+"""Models that passed the checks of sizes, by identity. A plan checks thousands of configurations of one model."""
 
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first rule that the configuration violates."""
+    config.model.require_implemented()
     sound = _SOUND_MODELS.get(id(config.model)) is config.model
     problems = itertools.chain(
         () if sound else _model_problems(config),
+        config.model.problems(config),
         _parallel_problems(config),
         _sharding_problems(config),
         _train_problems(config),
@@ -93,7 +95,6 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield (
             f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; nearest valid value: {best}"
         )
-    yield from model.problems(config)
 
 
 def _nearest_heads(config: Config) -> int:

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic.functional_validators import AfterValidator, ModelWrapValidatorHandler, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
 
+from boost.errors import ConfigError
 from boost.text import JsonObject
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -77,9 +78,17 @@ PLUGINS = "boost.plugins"
 
 @functools.cache
 def load_plugins() -> None:
-    """Imports the modules that installed packages name in the entry-point group `PLUGINS`; their classes register themselves."""
+    """Imports the modules that installed packages name in the entry-point group `PLUGINS`; their classes register themselves.
+    Raises ConfigError if one of them cannot be imported."""
     for point in metadata.entry_points(group=PLUGINS):
-        point.load()
+        try:
+            point.load()
+        except (Exception, SystemExit) as error:
+            package = f" of package {point.dist.name}" if point.dist else ""
+            raise ConfigError(
+                f"plugin '{point.name}'{package} cannot be imported: {type(error).__name__}: {error}; fix '{point.value}', or "
+                "uninstall it"
+            ) from error
 
 
 WholeConfig = Any
@@ -146,6 +155,7 @@ class Tagged(Section):
     @classmethod
     def keys(cls) -> Iterator[tuple[str, FieldInfo]]:
         """Every key of this section in a file, including those of all choices, with its documentation."""
+        load_plugins()
         names = [*cls.model_fields, *(name for choice in cls.choices.values() for name in choice.model_fields)]
         for name in dict.fromkeys(names):
             if name in cls.parts:

@@ -116,6 +116,8 @@ class BoostConfig(PretrainedConfig):
         rope: Any = kwargs.get("rope_scaling") or kwargs.get("rope_parameters") or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"rope_scaling = {rope} is not supported; set rope_factor, for Llama 3.1's scaling")
+        if latent_act not in ("silu", "none") or gate not in ("none", "identity", "tensor", "dense"):
+            raise ValueError(f"latent_act = {latent_act!r} with gate = {gate!r} is not supported")
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     def rank_of(self, layer: int, slot: str) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from boost.convert.formats import Entry, read_json
 from boost.errors import CheckpointError, StorageError
 from boost.paths import file_name
 from boost.text import JsonObject
+from boost.train.agreement import root_cause
+from boost.train.checkpoint.verify import open_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -68,15 +70,14 @@ class TensorFolder:
             )
         for file in files:
             try:
-                with safe_open(file, framework="pt") as opened:
+                with open_tensors(file) as opened:
                     for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                         self._file_of[name] = file
                         header = opened.get_slice(name)
                         self.shapes[name] = tuple(header.get_shape())
                         self._dtypes[name] = str(header.get_dtype())
             except (SafetensorError, OSError) as error:
-                line = " ".join(str(error).split())
-                raise CheckpointError(f"'{file}' is damaged or is not a safetensors file: {line}") from None
+                raise _unreadable(file, error) from None
 
     def _files(self) -> list[Path]:
         """The files that transformers loads: model.safetensors, even next to an index; otherwise the files in the index."""
@@ -149,9 +150,17 @@ class TensorFolder:
         return functools.reduce(torch.promote_types, (_FLOATS[dtype] for dtype in example))
 
     def read(self, name: str) -> Tensor:
-        """Reads one tensor into CPU memory. Opens the file each time, because mapped pages would count toward memory use."""
-        with safe_open(self._file_of[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+        """Reads one tensor into CPU memory. Opens the file each time, because mapped pages would count toward memory use. Raises
+        CheckpointError."""
+        try:
+            with open_tensors(self._file_of[name]) as opened:
+                return opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(self._file_of[name], error) from None
+
+
+def _unreadable(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"'{file}' is damaged or is not a safetensors file: {root_cause(error)}")
 
 
 def _more(names: list[str], what: str) -> str:

@@ -42,7 +42,7 @@ from boost.train.heartbeat import SILENCE_S, Beat, apply_timeout, board_of
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.overdue import MARGIN_S, end_overdue, end_process, leave, time_limit
-from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet
+from boost.train.rendezvous import Stopped, choose_device, file_store, launch_dir, meet, require_interface
 from boost.train.replicas import Mismatch, ReplicaReport, digest
 
 log = logging.getLogger("boost")
@@ -507,6 +507,7 @@ def _start(
 ) -> tuple[int, int, dist.Store, dist.Store, str]:
     """(replica, process within it, the replica's store, the run's store, incarnation), read from the environment."""
     own: dist.Store
+    require_interface()
     if folder := launch_dir():
         replica, process = replica_of_rank(parallel, int(os.environ["RANK"]))
         incarnation = os.environ.get(INCARNATION, f"{replica}.0")

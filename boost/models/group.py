@@ -45,6 +45,7 @@ class LinearGroup:
     def __init__(
         self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding, policy: RecomputePolicy
     ) -> None:
+        model.require_implemented()
         self.shape, self.low_rank, self.silu = shape, model.low_rank, model.latent_act == "silu"
         self.as_heads = [layout.crosses_as_heads(slot) for slot in shape.slots]
         """For each slot, whether this process computes all heads of its tokens, which are then exchanged."""
@@ -65,8 +66,7 @@ class LinearGroup:
         self.is_hand_written = policy.block is call
         """Whether hand-written autograd nodes use weights. They do not if a whole block is recomputed, because
         recomputation stops before the last GEMM only if that GEMM is a separate node."""
-        is_private = not self.takes_prev and not self.feeds_next
-        self.is_one_node = self.low_rank and self.is_hand_written and is_private
+        self.is_one_node = self.low_rank and self.is_hand_written and not (self.takes_prev or self.feeds_next)
         """Whether `up` is one autograd node that saves only the latents. This requires latents that neither depend on the
         previous block's latents nor pass to the next block."""
         self.up_runner = call if self.is_one_node else policy.local

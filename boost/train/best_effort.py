@@ -63,7 +63,7 @@ def outliving_terminal() -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # a script's may be None
                 stream.flush()
         sys.stdout, sys.stderr = before
 

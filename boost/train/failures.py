@@ -117,13 +117,13 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
         kind, message, code = "hung", str(error), error.exit_code
     elif isinstance(error, ExcludedError):
         kind, message, code = "excluded", str(error), error.exit_code
+    elif what := out_of_memory(error) or errors.system_limit(error):
+        message, name, code = f"process {rank + 1} (rank {rank}): {what}", "TrainingError", TrainingError.exit_code
     elif is_lost_connection(error) or (isinstance(error, BoostError) and is_lost_connection(error.__cause__)):
         kind, message, name, code = "lost", first_sentence(error), TrainingError.__name__, TrainingError.exit_code
     elif isinstance(error, BoostError):
         name = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
         message, code = str(error), error.exit_code
-    elif what := out_of_memory(error) or errors.thread_limit(error):
-        message, name, code = f"process {rank + 1} (rank {rank}): {what}", "TrainingError", TrainingError.exit_code
     elif isinstance(error, OSError):
         known = errors.system_error(error)
         message, name, code = str(known), type(known).__name__, known.exit_code

@@ -26,7 +26,7 @@ from boost.text import JsonObject
 from boost.train import checkpoint as ckpt
 from boost.train import events
 from boost.train.agreement import require_same, run_on_all
-from boost.train.checkpoint import Checkpoint, CheckpointSaver, Position, SavedCheckpoint
+from boost.train.checkpoint import Checkpoint, CheckpointSaver, Position, SavedCheckpoint, load
 from boost.train.evaluate import Evaluation
 from boost.train.hardware import StepClock, memory_bytes, mfu, peak_flops
 from boost.train.heartbeat import Phase, enter
@@ -181,10 +181,11 @@ class Trainer:
 
     def _resume(self, path: Path) -> Checkpoint:
         """Loads a checkpoint. Tries twice, because a read from a network file system may fail once."""
+        pauses = iter(load.SETTLE_PAUSES_S)
         for again in (False, True):
             try:
                 checkpoint = ckpt.open_on_all(
-                    path, self.mesh, lambda found: check_resumable(found, self.config, self.corpus)
+                    path, self.mesh, lambda found: check_resumable(found, self.config, self.corpus), pauses
                 )
                 self.load(checkpoint)
                 break

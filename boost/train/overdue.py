@@ -69,6 +69,6 @@ def leave(code: int) -> NoReturn:
     """Exits without interpreter shutdown, which can hang indefinitely on a broken process group."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a script's may be None
             stream.flush()
     os._exit(code)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError, StoppedError, TrainingError
+from boost.errors import ConfigError, StoppedError, TrainingError, system_limit
 from boost.machine import launcher_number
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.overdue import MARGIN_S, time_limit
@@ -106,6 +106,21 @@ def _require_driver() -> None:
         )
 
 
+def require_interface() -> None:
+    """Raises ConfigError if gloo cannot use this machine's network. Otherwise, it would raise what looks like a bug."""
+    for name in (named := os.environ.get("GLOO_SOCKET_IFNAME", "")).split(","):
+        try:
+            gloo = dist.ProcessGroupGloo
+            gloo.create_device(interface=name) if name else gloo.create_default_device()
+        except RuntimeError as error:
+            if system_limit(error):
+                raise
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME = '{named}': {name or 'the default network interface'} does not exist or has no address; "
+                f"interfaces of this machine: {', '.join(name for _, name in socket.if_nameindex())}"
+            ) from None
+
+
 def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
     """Raises ConfigError if another process on this machine uses the same GPU. NCCL would also reject it, but much later."""
     gpu_id = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
@@ -127,8 +142,8 @@ def open_mesh(
 ) -> Mesh:
     """Joins this run's process group (none for one process) and returns this process's mesh.
 
-    Raises ConfigError if the number of processes is not pp x dp x cp x tp, TrainingError if some do not join within
-    `timeout_s`, and StoppedError if one of them receives a stop signal (named by `stopped`) before all have joined.
+    Raises ConfigError if the number of processes is not pp x dp x cp x tp or the network cannot be used, TrainingError if some do
+    not join within `timeout_s`, and StoppedError if one of them receives a stop signal (named by `stopped`) before all have joined.
     """
     size = world_size()
     if size != parallel.world_size:
@@ -142,6 +157,7 @@ def open_mesh(
     if size == 1:
         return Mesh(chosen)
     if not dist.is_initialized():
+        require_interface()
         store, rank, size = meet(timeout_s, stopped)
         if chosen.type == "cuda":
             _require_exclusive_gpu(chosen, store, rank, size)

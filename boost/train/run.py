@@ -19,7 +19,7 @@ from boost.config.architecture import parameter_count
 from boost.config.schema import BF16_WEIGHTS_COST, TOKENS_PER_PARAMETER
 from boost.data.fit import open_corpus
 from boost.data.verify import Progress
-from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, thread_limit
+from boost.errors import TRY_AGAIN, BoostError, HangError, StoppedError, TrainingError, system_limit
 from boost.format import format_count
 from boost.machine import launcher_number
 from boost.text import print_error, printable, printable_text
@@ -177,7 +177,7 @@ def train(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # NVSwitch adds in no fixed order
     if not launch_dir():
-        with contextlib.suppress(OSError):  # stderr may not be a file
+        with contextlib.suppress(AttributeError, OSError, RuntimeError):  # stderr may be closed, or not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
         if "TORCHELASTIC_RUN_ID" in os.environ and config.run.recovery == "restart":
             stop_without(os.getppid())  # a signal that torchrun does not handle would end it, but not its processes
@@ -335,7 +335,7 @@ def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> Traini
             f"{where}{what}; lower train.micro_batch (now {config.train.micro_batch}), recompute more with train.recompute (now "
             f"{config.train.recompute!r}), or use 'boost plan' to find a mesh that fits"
         )
-    if what := thread_limit(error):
+    if what := system_limit(error):
         return TrainingError(f"{where}{what}")
     if not failures.is_lost_connection(error) and not failures.is_lost_connection(error.__cause__):
         return None

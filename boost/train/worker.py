@@ -18,7 +18,7 @@ from typing import BinaryIO, TextIO
 
 import torch
 
-from boost.text import escape_output, printable_text
+from boost.text import prepare_streams, printable_text
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
 from boost.train.overdue import leave
@@ -54,7 +54,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         "LOCAL_WORLD_SIZE": str(spec.nproc),
         LAUNCH_DIR: str(spec.folder),
     }
-    escape_output()  # a spawned process has its own streams
+    prepare_streams()  # a spawned process has its own streams
     stay_on_loopback()
     StopRequest.begin_process()
     logging.getLogger("boost").handlers.clear()  # a forked process inherits the launcher's handlers

@@ -164,6 +164,23 @@ def test_escape_codes_in_words_do_not_reach_the_terminal(words: list[str], capsy
     assert "\x1b" not in captured.out + captured.err and "\\x1b[2J" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["config", "demo", f"--model.{'w' * 10**6}", "1"], "lists all keys"),
+        (["config", "demo", f"--model.ranks.{'w ' * 10**6}", "1"], "for one block"),
+        (["eval", "x", "--train.steps", "w" * 10**6], "(see boost eval --help)"),
+        (["runs", "w" * 10**6], "(choose from 'list')"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_beginning_and_the_end_of_a_long_error_are_printed(words: list[str], end: str, capsys: Capture) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert len(line) < 5000 and "error: " in line[:20] and " characters) ... " in line and line.endswith(end)
+
+
 def test_escape_codes_in_names_do_not_reach_the_terminal(
     checkpoint: Path, store: Path, tmp_path: Path, capsys: Capture
 ) -> None:

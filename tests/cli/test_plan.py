@@ -5,8 +5,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,7 +15,10 @@ from boost.cli.main import main
 from boost.cli.plan import global_batch
 from boost.cli.plan_report import _wrapped, flags
 from boost.config import load
+from boost.config.families import CoLAConfig
 from boost.config.load import from_tree
+from boost.config.schema import ModelConfig
+from boost.config.section import Natural
 from boost.data.store import TokenStore
 from boost.plan.candidates import Request
 from boost.plan.search import max_peak, tie_limit
@@ -289,6 +293,25 @@ def test_a_hugging_face_config_is_a_model(capsys: Capture, tmp_path: Path) -> No
     assert facts(capsys, "--model", str(tmp_path), *words)["best"]["config"]["model"]["tied"] is True
     (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "gpt2"}), encoding="utf-8")
     assert "model_type = 'gpt2'" in refused(capsys, "plan", "--model", str(tmp_path), *words)
+
+
+def test_a_family_of_another_package(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a field of its own and a rule that reads the mesh; it is compared with the dense model of its shape."""
+    monkeypatch.setattr(ModelConfig, "choices", dict(ModelConfig.choices))
+
+    class Narrow(CoLAConfig):
+        family: Literal["narrow"] = "narrow"
+        own_field: Natural = 3
+
+        def problems(self, config: Any) -> Iterator[str]:
+            if config.parallel.dp > 2:
+                yield "too many replicas"
+
+    found = facts(capsys, *SMALL, "--model.family", "narrow", "--model.own_field", "4", "--parallel.pp", "1")
+    plans = [found["best"], *found["runners_up"]]
+    assert max(plan["config"]["parallel"]["dp"] for plan in plans) == 2
+    assert any(note.startswith("The dense model of this shape") for note in found["notes"])
+    assert all(words in found["command"][0] for words in ("--model.family narrow", "--model.own_field 4"))
 
 
 @pytest.mark.nightly

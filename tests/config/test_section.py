@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -10,9 +11,9 @@ from typing import Any, Literal
 import pytest
 from pydantic import ValidationError
 
-from boost.config import load
+from boost.config import load, rules
 from boost.config.families import CoLAConfig, DenseConfig, LaXConfig, LowRankConfig, SVDConfig
-from boost.config.load import fields
+from boost.config.load import dense_of, fields
 from boost.config.optimizers import AdamWConfig, Constant, Cosine, CosineRestarts, LOROConfig, MuonConfig
 from boost.config.schema import Config, ModelConfig, OptimConfig
 from boost.config.section import PLUGINS, Natural, load_plugins
@@ -153,30 +154,87 @@ def test_a_class_of_another_package_is_a_choice_by_being_imported() -> None:
 PLUGIN = """
 from typing import Literal
 from boost.config.families import CoLAConfig
+from boost.config.section import Natural
 
 class Narrow(CoLAConfig):
     \"\"\"CoLA of another package.\"\"\"
 
     family: Literal["narrow"] = "narrow"
+    own_field: Natural = 3
+    \"\"\"Its own.\"\"\"
+
+    def problems(self, config):
+        yield from super().problems(config)
+        if config.parallel.tp > 2:
+            yield f"parallel.tp = {config.parallel.tp} is too large"
 """
 
 
-def test_the_modules_of_installed_packages_are_imported_for_an_unknown_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "narrow_plugin.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(tmp_path)
-    found = {PLUGINS: [metadata.EntryPoint("narrow", "narrow_plugin", PLUGINS)]}
-    monkeypatch.setattr(metadata, "entry_points", lambda group: found.get(group, []))
-    load_plugins.cache_clear()
-    try:
-        config = load("demo", ["--model.family", "narrow"])
-        assert type(config.model).__name__ == "Narrow" and isinstance(config.model, CoLAConfig)
-        with pytest.raises(ConfigError, match="narow"):
-            load("demo", ["--model.family", "narow"])
-    finally:
-        ModelConfig.choices.pop("narrow", None)
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Installs a package whose plugin is a module with this text."""
+
+    def write(text: str) -> None:
+        (tmp_path / "narrow_plugin.py").write_text(text)
+        found = {PLUGINS: [metadata.EntryPoint("narrow", "narrow_plugin", PLUGINS)]}
+        monkeypatch.setattr(metadata, "entry_points", lambda group: found.get(group, []))
+        monkeypatch.syspath_prepend(tmp_path)
         load_plugins.cache_clear()
+
+    yield write
+    ModelConfig.choices.pop("narrow", None)
+    sys.modules.pop("narrow_plugin", None)
+    load_plugins.cache_clear()
+
+
+def test_the_modules_of_installed_packages_are_imported_for_an_unknown_name(install: Callable[[str], None]) -> None:
+    install(PLUGIN)
+    config = load("demo", ["--model.own_field", "4", "--model.family", "narrow"])
+    assert type(config.model).__name__ == "Narrow" and isinstance(config.model, CoLAConfig)
+    assert config.model.model_dump()["own_field"] == 4
+    with pytest.raises(ConfigError, match="narow"):
+        load("demo", ["--model.family", "narow"])
+    with pytest.raises(ConfigError, match="own_field = 4 belongs to model.family = 'narrow', not to 'cola'"):
+        load("demo", ["--model.own_field", "4"])
+    dense = dense_of(config)
+    assert dense.model.family == "dense" and dense.model.dim == config.model.dim and dense.train == config.train
+
+
+def test_a_rule_of_a_family_may_read_the_mesh(install: Callable[[str], None]) -> None:
+    """Also after another configuration with the same model has passed all checks, as in the planner."""
+    install(PLUGIN)
+    config = load("demo", ["--model.family", "narrow", "--parallel.tp", "2"])
+    with pytest.raises(ConfigError, match="parallel.tp = 4 is too large"):
+        rules.check(config.changed(parallel={"tp": 4}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("latent_act", "gelu"), ("factor_init", "he"), ("gate", "mine")])
+def test_what_models_do_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch, field: str, value: str) -> None:
+    """Otherwise it would be, without a word, what they compute if none of the names fits: the identity, CoLA's initialization."""
+    monkeypatch.setattr(ModelConfig, "choices", dict(ModelConfig.choices))
+
+    class Own(LaXConfig):
+        family: Literal["own"] = "own"
+        latent_act: Literal["silu", "none", "gelu"]  # type: ignore[assignment]
+        factor_init: Literal["cola", "he"]  # type: ignore[assignment]
+        gate: Literal["identity", "mine"] = "identity"  # type: ignore[assignment]
+
+    config = load("demo", ["--model.family", "own", "--parallel.tp", "1"])
+    with pytest.raises(
+        ConfigError, match=rf"^model.{field} = '{value}' of .*'own' is not implemented; valid values: \w+, "
+    ):
+        load("demo", ["--model.family", "own", f"--model.{field}", value])
+    with pytest.raises(ConfigError, match=rf"^model.{field} = '{value}' of"):
+        toy.toy_decoder(config.changed(model={field: value}))
+
+
+@pytest.mark.parametrize("text", ["import nothing_like_it", "raise SystemExit(3)", "class X("])
+def test_a_plugin_that_cannot_be_imported_is_named(install: Callable[[str], None], text: str) -> None:
+    install(text)
+    with pytest.raises(
+        ConfigError, match=r"^plugin 'narrow' cannot be imported: \w+: .*; fix 'narrow_plugin', or unin"
+    ):
+        load("demo")
 
 
 def test_sections_are_keys_by_value() -> None:

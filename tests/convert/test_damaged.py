@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from boost.convert.formats import read_folder
 from boost.convert.tensors import TensorFolder
-from boost.errors import BoostError
+from boost.errors import BoostError, CheckpointError
 
 DEEP = b"[" * 100_000
 
@@ -47,6 +48,24 @@ def test_headers_of_safetensors(tmp_path: Path, name: str) -> None:
     with pytest.raises(BoostError, match=r"model\.safetensors' is damaged or is not a ") as caught:
         TensorFolder(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_file_that_changes_after_its_header_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
+    """Before it is opened again, or between the two times that safetensors opens it."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file_of({"a": tensor([1], 0, 4)}, b"1234"))
+    folder, map_file = TensorFolder(tmp_path), torch.UntypedStorage.from_file
+    if mapped:
+        monkeypatch.setattr(
+            torch.UntypedStorage, "from_file", lambda *args, **words: (file.write_bytes(b""), map_file(*args, **words))
+        )
+    else:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors' is damaged or is not a "):
+        folder.read("a")
 
 
 LLAMA = {

@@ -166,11 +166,14 @@ def test_a_model_of_the_configuration_alone_has_sound_weights(pair: tuple[Decode
     assert 1 < loss.item() < 40
 
 
-def test_a_scaling_of_rope_that_our_class_has_not_is_refused(pair: tuple[Decoder, Any]) -> None:
+def test_what_our_class_does_not_compute_is_refused(pair: tuple[Decoder, Any]) -> None:
     config = pair[1].config
     if type(config).__module__.endswith("modeling_boost"):
         with pytest.raises(ValueError, match="rope_scaling = .*yarn.* is not supported"):
             type(config)(**{**config.to_dict(), "rope_scaling": {"type": "yarn", "factor": 4.0}})
+        for field in ("gate", "latent_act")[: 1 if config.model_type == "cola" else 2]:  # CoLA's has its own name
+            with pytest.raises(ValueError, match=f"{field} = 'own'.* is not supported"):
+                type(config)(**{**config.to_dict(), field: "own"})
         type(config)(
             **{**config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
         )

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,15 +135,18 @@ def test_processes_that_see_different_checkpoints_agree_on_an_older_one(store: P
     config = config_of(store, here, MESHES["pp 2"])
     hidden = here / "checkpoints/step-00000006/manifest.json"
     first = run_distributed(2, resume_hiding, config, str(hidden))
-    for step, warnings, loss in first:
+    for step, warnings, loss, slept in first:
         assert step == 4 and loss == pytest.approx(expected, rel=1e-12)
         assert "process 1 cannot read what other processes can" in warnings[0] and "manifest.json" in warnings[0]
+        assert slept == [0.001, 0.002], "one budget, although loading is tried twice"
 
 
-def resume_hiding(config: Config, path: str) -> tuple[int, list[str], float]:
+def resume_hiding(config: Config, path: str) -> tuple[int, list[str], float, list[float]]:
     """Process 1 never sees a file. Then trains to the end."""
+    slept: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("boost.train.checkpoint.load.SETTLE_PAUSES_S", (0.001,))
+        patch.setattr("boost.train.checkpoint.load.SETTLE_PAUSES_S", (0.001, 0.002))
+        patch.setattr("boost.train.checkpoint.load.time", SimpleNamespace(sleep=slept.append))
         trainer = make_trainer(config)
         real = read_manifest
 
@@ -155,7 +159,7 @@ def resume_hiding(config: Config, path: str) -> tuple[int, list[str], float]:
         trainer.start(candidates(trainer))
         step = trainer.position.step
         trainer.fit()
-        return step, trainer.warnings, loss_of(trainer)
+        return step, trainer.warnings, loss_of(trainer), slept
 
 
 def save_from_different_steps(config: Config, background: bool) -> str:

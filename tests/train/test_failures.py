@@ -180,8 +180,13 @@ def test_a_system_without_another_thread_is_one_line(
     )
 
 
-def test_a_system_without_another_process_or_thread_of_torch() -> None:
+def test_a_system_without_another_process_or_thread_of_torch_or_open_file() -> None:
+    error: Exception
     for error in (RuntimeError("Resource temporarily unavailable"), BlockingIOError(errno.EAGAIN, "no fork")):
         assert "allows no more threads" in failure_report(error, 1).message
     for error in (RuntimeError("another"), BlockingIOError(errno.EAGAIN, "locked", "a file")):
         assert "allows no more threads" not in failure_report(error, 1).message
+    gloo = RuntimeError("[enforce fail at gloo/transport/tcp/loop.cc:48] rv != -1. -1 vs -1. pipe: Too many open files")
+    for error in (gloo, OSError(errno.EMFILE, "x", "a file"), dist.DistNetworkError("socket: Too many open files")):
+        report = failure_report(error, 1)
+        assert "(rank 1): the system allows no more open files" in report.message and report.exit_code == 3

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import boost
+from boost.config.load import load
 from boost.errors import StorageError
 from boost.train import best_effort as module
 from boost.train import checkpoint as ckpt
@@ -130,9 +132,10 @@ def test_a_report_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_output_that_cannot_be_written_does_not_end_a_run(store: Path, tmp_path: Path, dev_full: Path) -> None:
-    """stdout and stderr on a full disk, then a pipe that nobody reads any more."""
+    """stdout and stderr on a full disk, then a pipe that nobody reads any more, then closed, also those of a script."""
     words = ("--parallel.tp", "1", "--train.steps", "3", "--train.log_every", "1", "--train.eval_every", "0")
-    for function, output in ((boost_command, str(dev_full)), (into_a_closed_pipe, "")):
+    closed = (into_a_closed_pipe, without_streams, script_without_streams)
+    for function, output in ((boost_command, str(dev_full)), *((function, "") for function in closed)):
         folder = tmp_path / function.__name__
         folder.mkdir()
         process = ForkedPython(function, [training(folder, store, *words)[3:]], os.environ, output)
@@ -147,6 +150,25 @@ def into_a_closed_pipe(words: list[str]) -> int:
         os.dup2(writing, descriptor)
     renew_output()
     return boost_command(words)
+
+
+def close_streams() -> None:
+    sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    os.closerange(0, 3)
+
+
+def without_streams(words: list[str]) -> int:
+    """Descriptors 0 to 2 become the null device; otherwise, C code would print into files that the run opens."""
+    close_streams()
+    code = boost_command(words)
+    null = os.stat(os.devnull)
+    return code or sum(not os.path.samestat(os.fstat(descriptor), null) for descriptor in range(3))
+
+
+def script_without_streams(words: list[str]) -> int:
+    close_streams()
+    boost.Trainer(load(words[1], words[2:])).fit()
+    return 0
 
 
 def fill(folder: Path) -> None:

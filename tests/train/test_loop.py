@@ -11,7 +11,7 @@ from boost.config.architecture import IGNORED
 from boost.config.schema import OptimConfig
 from boost.data.batches import Batch, Batches
 from boost.data.prepare import PrepareOptions, prepare
-from boost.errors import CheckpointError, ConfigError, DataError, TrainingError
+from boost.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
 from boost.parallel.pipeline import Pipeline
@@ -128,8 +128,18 @@ def test_resume_takes_the_newest_sound_checkpoint(
     assert trainer.position.step == 4
     assert f"{shard.name} has changed" in trainer.warnings[0]
     assert f"{shard.name} has changed" in caplog.text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "from_file", unmappable)
+        with pytest.raises(
+            DamagedCheckpointError, match=r"step-00000004/tensors/.*cannot be read: too few pages; .* again$"
+        ):
+            make_trainer(config).start(resume_candidates("auto", trainer.run))
     again, step, _ = fit(config, "auto")
     assert (again, step) == (seen, 6), "the lost steps are repeated to the bit"
+
+
+def unmappable(*_: object, **__: object) -> None:
+    raise RuntimeError("too few pages")
 
 
 def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Path, tmp_path: Path) -> None:

@@ -68,10 +68,10 @@ def before(patch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[]
     patch.setattr(owner, name, wrapped)
 
 
-@pytest.fixture(params=["verifying", "read_slices"])
+@pytest.fixture(params=["verifying", "read_slices", "from_file"])
 def rotated(request: pytest.FixtureRequest, live: LiveRun, monkeypatch: pytest.MonkeyPatch) -> LiveRun:
-    """It rotates before the digests are checked, or before a tensor is read."""
-    before(monkeypatch, load, request.param, live.rotate)
+    """It rotates before the digests are checked, before a tensor is read, or between the two times that a file is opened."""
+    before(monkeypatch, torch.UntypedStorage if request.param == "from_file" else load, request.param, live.rotate)
     return live
 
 

@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
+from boost.elastic.session import ElasticSession
 from boost.errors import ConfigError, StoppedError, TrainingError
 from boost.train import rendezvous
 from boost.train.rendezvous import LOCAL_RANKS, agree_on_attempt, choose_device, open_mesh
+from boost.train.run import Session
+from tests import toy
 
 LIMIT_S = 600.0
 
@@ -116,6 +119,15 @@ def test_what_a_launcher_says_of_processes_must_be_numbers(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         open_mesh(ParallelConfig(tp=2), "cpu", timeout_s=1)
+
+
+def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eht0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for recovery, join in (("restart", Session), ("in-step", ElasticSession)):
+        config = toy.toy_config(parallel={"dp": 2}, run={"recovery": recovery, "device": "cpu"})
+        with pytest.raises(ConfigError, match=r"^GLOO_SOCKET_IFNAME = 'lo,eht0': eht0 does not exist .*: .*lo"):
+            join(config, lambda: None)
 
 
 def set_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int = 2, **variables: str) -> None:

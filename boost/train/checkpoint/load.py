@@ -12,18 +12,19 @@
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from boost.config import Config
@@ -56,6 +57,7 @@ from boost.train.checkpoint.verify import (
     Shards,
     StoredShard,
     first_problem,
+    open_tensors,
     read_json,
     read_manifest,
     verify_file,
@@ -229,14 +231,20 @@ SETTLE_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 to 60 s."""
 
 
-def open_on_all(path: Path, mesh: Mesh, check: Callable[[Checkpoint], object] = lambda _: None) -> Checkpoint:
+def open_on_all(
+    path: Path,
+    mesh: Mesh,
+    check: Callable[[Checkpoint], object] = lambda _: None,
+    pauses: Iterator[float] | None = None,
+) -> Checkpoint:
     """Opens the checkpoint in a folder on all processes and checks that all of them read the same one. `check` raises an error if
     it does not fit this run. Collective.
 
-    If only some processes can read it, tries again for a minute. Raises DamagedCheckpointError on every process, naming the
-    process and the file, or the error of `open_checkpoint` or `check` if it does not depend on what a process can read.
+    If only some processes can read it, tries again for a minute, or after each of the `pauses` that are left, in seconds. Raises
+    DamagedCheckpointError on every process, naming the process and the file, or the error of `open_checkpoint` or `check` if it
+    does not depend on what a process can read.
     """
-    for pause in (*SETTLE_PAUSES_S, None):
+    for pause in itertools.chain(SETTLE_PAUSES_S if pauses is None else pauses, [None]):
         found: list[Checkpoint] = []
 
         def look(found: list[Checkpoint] = found) -> tuple[str, str]:
@@ -334,7 +342,7 @@ def read_slices(wanted: Sequence[LocalSlice], path: Path, shards: Shards) -> Non
         for shard in shards[s.name]:
             by_file[shard.file].append((shard, s))
     for file, pairs in by_file.items():
-        with safe_open(path / file, "pt") as opened:
+        with open_tensors(path / file) as opened:
             for shard, s in pairs:
                 # Per dimension: where the intersection begins in the shard, where in the slice, and its length.
                 ranges = list[tuple[int, int, int]]()

@@ -11,6 +11,7 @@ paths, and nothing is unpickled.
 """
 
 import contextlib
+import errno
 import json
 import math
 from collections import defaultdict
@@ -220,6 +221,14 @@ class CheckpointState(BaseModel):
 # Headers of tensor files.
 
 
+def open_tensors(file: Path) -> safe_open:
+    """Opens a safetensors file, for a `with` block. Raises OSError or SafetensorError."""
+    try:
+        return safe_open(file, "pt")
+    except RuntimeError as error:  # torch opens the file once more, to map it, and has no other error
+        raise OSError(errno.EIO, str(error), str(file)) from None
+
+
 _SHARDING = TypeAdapter(dict[str, dict[str, list[Annotated[Index, Field(strict=True)]]]])
 
 
@@ -266,7 +275,7 @@ def _read_header(path: Path, name: str) -> tuple[dict[str, str], list[tuple[str,
         return DamagedCheckpointError(f"'{file}' is damaged: {what}")
 
     try:
-        with safe_open(file, "pt") as opened:
+        with open_tensors(file) as opened:
             written = opened.metadata() or {}
             slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118 (not a dict)
             entries = {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices.items()}
