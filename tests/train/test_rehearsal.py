@@ -52,6 +52,21 @@ def test_a_hang_ends_the_run_within_its_timeout_and_ten_seconds(store: Path, tmp
     assert 10 <= seconds <= 20
 
 
+@pytest.mark.nightly
+def test_a_run_that_is_suspended_as_a_whole_blames_no_process(store: Path, tmp_path: Path) -> None:
+    """When it resumes, one process has waited for the other for longer than the timeout."""
+    words = (*QUIET, "--train.log_every", "1", "--run.timeout_s", "18", "--inject-fault", "slow@5:1")
+    with Command(tmp_path, store, *words) as command:
+        metrics = command.run / "metrics.jsonl"
+        command.wait_for(lambda: metrics.exists() and '"step": 4,' in metrics.read_text())
+        for number, seconds in ((signal.SIGSTOP, 20), (signal.SIGCONT, 0)):
+            for pid in command.processes():
+                os.kill(pid, number)
+            time.sleep(seconds)
+        code, _, err = command.finish()
+    assert code == 3 and "boost: error: all 2 processes were stopped for about " in err, err
+
+
 def without_agent(folder: Path, store: Path, rank: int, port: int, *words: str) -> Command:
     """One process of two, started by hand."""
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
