@@ -170,7 +170,7 @@ def test_escape_codes_in_words_do_not_reach_the_terminal(words: list[str], capsy
         (["config", "demo", f"--model.{'w' * 10**6}", "1"], "lists all keys"),
         (["config", "demo", f"--model.ranks.{'w ' * 10**6}", "1"], "for one block"),
         (["eval", "x", "--train.steps", "w" * 10**6], "(see boost eval --help)"),
-        (["runs", "w" * 10**6], "(choose from 'list')"),
+        (["checkpoint", "w" * 10**6], "(choose from 'list', 'verify')"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
