@@ -178,7 +178,7 @@ def test_the_beginning_and_the_end_of_a_long_error_are_printed(words: list[str],
     with contextlib.suppress(SystemExit):
         assert main(words) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert len(line) < 5000 and "error: " in line[:20] and " characters) ... " in line and line.endswith(end)
+    assert len(line) < 5000 and "error: " in line[:30] and " characters) ... " in line and line.endswith(end)
 
 
 def test_escape_codes_in_names_do_not_reach_the_terminal(
