@@ -1,4 +1,4 @@
-"""The data for a step: batches as tensors, on the host and on the device, read one step ahead."""
+"""The data for a step: batches as tensors, on the host and on the device, read ahead."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
