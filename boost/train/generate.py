@@ -260,6 +260,8 @@ def prepare_inference(decoder: Decoder, batch: int) -> None:
         decoder.register_parameter("head", nn.Parameter(decoder.embed.detach()))
     for module, name in [*((group, name) for group in groups for name in group.slices), (decoder, "head")]:
         weight = module.get_parameter(name)
+        if weight.ndim == 1:  # a bias
+            continue
         if batch > 1 or dtype != torch.float32:
             del module._parameters[name]
             setattr(module, name, PackedWeight(weight))

@@ -78,12 +78,23 @@ def test_bytes_are_those_of_the_tensors() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
-    "model", [*CASES, {"family": "lax", "gate": "dense"}, {"family": "cola", "kv_heads": 8}], ids=str
+    "model",
+    [
+        *CASES,
+        {"family": "lax", "gate": "dense"},
+        {"family": "cola", "kv_heads": 8},
+        {"family": "cola", "attn_bias": "qkvo"},
+        {"family": "dense", "attn_bias": "qkvo"},
+    ],
+    ids=str,
 )
 def test_weights_prepared_for_inference_are_the_same_function(model: dict[str, Any], batch: int) -> None:
     tokens, _ = toy.toy_tokens(toy.toy_config())
     for dtype, tolerance in (("float64", 0.0), ("float32", 1e-5), ("bfloat16", 3e-2)):
         decoder, _ = toy.toy_decoder(toy.toy_config(dtype, model={"init_std": 0.5, **model}))
+        for parameter in decoder.parameters():
+            if parameter.ndim == 1:  # biases are 0 at first
+                parameter.data += torch.linspace(-0.1, 0.1, parameter.numel())
         logits = []
         for prepares in (False, True):
             if prepares:
