@@ -12,6 +12,7 @@ CASES = [
     {"family": "svd", "kv_heads": 8},
     {"family": "cola"},
     {"family": "lax", "gate": "tensor"},
+    {"family": "cola", "attn_bias": "qkvo"},
 ]
 
 

@@ -84,6 +84,12 @@ MODEL = {"model": {"family": "cola", "init_std": 0.5, "kv_heads": 4}}
 """A model whose greedy text does not repeat itself."""
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bias_of_every_linear_of_attention(dtype: str) -> None:
+    decoder, _ = toy.toy_decoder(toy.toy_config(dtype, model={"attn_bias": "qkvo"}))
+    assert [len(list(generate(decoder, prompt, 4, Sampling(0.0)))) for prompt in PROMPTS[:2]] == [4, 4]
+
+
 def test_every_text_has_random_numbers_of_its_own() -> None:
     decoder, _ = toy.toy_decoder(toy.toy_config(**MODEL))
     sampling, drawn = Sampling(1.0, top_p=0.9, seed=5), set[tuple[int, ...]]()
