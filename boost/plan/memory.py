@@ -37,7 +37,7 @@ class Memory:
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Bytes of STATES and SAVED, and of attention masks that are saved on CPUs."""
+        """Bytes of weights, gradients, optimizer state and SAVED, and of attention masks that are saved on CPUs."""
         return {**self.states, **dict.fromkeys(SAVED, 0), **self.saved}
 
     @property
