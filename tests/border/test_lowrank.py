@@ -12,7 +12,7 @@ from torch import nn
 import boost
 from boost.api.swap import ranks_of
 from boost.errors import ConfigError
-from tests.border.draws import nightly_seeds, run
+from tests.border.draws import Seeds, drawn, run
 
 pytestmark = pytest.mark.slow
 
@@ -112,10 +112,6 @@ def compare(seed: int, home: Path) -> str:
     return "equal"
 
 
-def test_a_few_models(tmp_path: Path) -> None:
-    run(lambda seed: compare(seed, tmp_path / str(seed)), range(24), 1 / 4)
-
-
-@pytest.mark.nightly
-def test_many_models(tmp_path: Path) -> None:
-    run(lambda seed: compare(seed, tmp_path / str(seed)), nightly_seeds(2000), 1 / 4)
+@drawn(24, 2000)
+def test_models(seeds: Seeds, tmp_path: Path) -> None:
+    run(lambda seed: compare(seed, tmp_path / str(seed)), seeds, 1 / 4)

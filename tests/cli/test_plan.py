@@ -118,7 +118,6 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
     [
         (["--model", "7b", "--gpus", "16", "--gpu", "h10"], "is not a hardware profile; did you mean 'h100-"),
         (["--model", "7b", "--gpus", "16", "--gpu", "a10"], "--gpu = 'a10' is not supported; valid profiles: "),
-        ([*SMALL, "--gpu-hours", "500"], "unknown option '--gpu-hours'"),
         (["--model", "7b", "--gpus", "16"], "--gpu is missing"),
         (["--gpus", "16", "--gpu", "a100-80g"], "--model is missing"),
         (["--model", "9b", "--gpus", "16", "--gpu", "a100-80g"], "1b, 3b, 7b, 13b, 30b"),
