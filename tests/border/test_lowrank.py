@@ -86,14 +86,10 @@ def compare(seed: int, home: Path) -> str:
     for place in inner:
         factors, old = base.get_submodule(place), model.get_submodule(place)
         # peft freezes what it does not adapt.
-        assert (
-            factors.A.weight.requires_grad
-            == factors.B.weight.requires_grad
-            == (old.weight.requires_grad and adapted is None)
-        )
-        assert (
-            old is not model.get_output_embeddings() or place in include or (isinstance(rank, dict) and place in rank)
-        )
+        trains = old.weight.requires_grad and adapted is None
+        assert factors.A.weight.requires_grad == factors.B.weight.requires_grad == trains
+        named = place in include or (isinstance(rank, dict) and place in rank)
+        assert named or old is not model.get_output_embeddings()
     if adapted is None:
         expected = outputs(truncated(model, inner))
         torch.testing.assert_close(outputs(target), expected, rtol=1e-7, atol=1e-9)

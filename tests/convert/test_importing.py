@@ -489,14 +489,8 @@ def test_a_token_after_every_text_is_named(tmp_path: Path, store: Path) -> None:
 
 def test_generation_settings_that_are_not_used_are_named(tmp_path: Path) -> None:
     llama_folder(tmp_path / "theirs")
-    settings = {
-        "_from_model_config": True,
-        "eos_token_id": [2, 3],
-        "do_sample": True,
-        "temperature": 0.6,
-        "num_beams": 1,
-    }
-    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.05}))
+    used = {"_from_model_config": True, "eos_token_id": [2, 3], "do_sample": True, "temperature": 0.6, "num_beams": 1}
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({**used, "repetition_penalty": 1.05}))
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
     assert note.endswith("fields of generation_config.json: repetition_penalty = 1.05")
 
