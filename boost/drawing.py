@@ -87,15 +87,12 @@ def write(figure: "Figure", path: Path) -> None:
     if path.suffix == ".svg":
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-        path.write_text(compact(drawn.getvalue()), encoding="utf-8")
+        # Without the line breaks that matplotlib writes after every point and element.
+        svg = re.sub(r'(?<= d=")[^"]*', lambda points: " ".join(points[0].split()), drawn.getvalue())
+        path.write_text(re.sub(r">\s+<", "><", svg), encoding="utf-8")
     else:
         figure.savefig(path)
     pyplot().close(figure)
-
-
-def compact(svg: str) -> str:
-    """The same picture without the line breaks that matplotlib writes after every point and element."""
-    return re.sub(r">\s+<", "><", re.sub(r'(?<= d=")[^"]*', lambda points: " ".join(points[0].split()), svg))
 
 
 # Diagrams.

@@ -1,7 +1,4 @@
-"""Numbers as text: bytes, counts, rates, times and fractions, each in one format. Units are decimal: 1 MB = 10^6 bytes.
-
-If a fraction cannot be nan, f"{fraction:.0%}" gives the same text as `format_percent(fraction, 0)`.
-"""
+"""Numbers as text: bytes, counts, rates, times and fractions, each in one format. Units are decimal: 1 MB = 10^6 bytes."""
 
 import math
 
@@ -47,9 +44,9 @@ def format_duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def format_percent(fraction: float, digits: int = 1) -> str:
-    """A fraction as a percentage with `digits` decimals: '41.2%'; 'n/a' if not finite."""
-    return f"{fraction:.{digits}%}" if math.isfinite(fraction) else "n/a"
+def format_percent(fraction: float) -> str:
+    """A fraction as a percentage: '41.2%'; 'n/a' if not finite."""
+    return f"{fraction:.1%}" if math.isfinite(fraction) else "n/a"
 
 
 def _scaled(number: float, units: tuple[str, ...], digits: int) -> str:

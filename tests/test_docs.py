@@ -347,3 +347,5 @@ def test_the_family_of_the_page_trains() -> None:
     config = toy.toy_config(model={"family": "narrow", "rank": 8})
     assert config.model.ranks == {"attn": 4}
     assert toy.weights(Trained(config, 2).model)["layers.0.attn.q.A"].shape == (4, 32)
+    decoder = boost.nn.Decoder(family="narrow", vocab_size=64, dim=32, ffn_dim=48, layers=1, heads=4, rank=8)
+    assert decoder.layers[0].attn.q_proj.rank == 4 and decoder.layers[0].mlp.up_proj.rank == 8

@@ -13,8 +13,6 @@ import pytest
 from boost.cli.main import main
 from tests.cli.commands import Capture, llama_of
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
-
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/start.md", "docs/healing.md", "docs/generate.md", "docs/hugging-face.md")
 PROGRAMS = ("boost", "make", "pip", "uv", "python", "curl", "transformers", "torchrun", "hf", "lm_eval")
@@ -98,11 +96,8 @@ def folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for module in (argparse, ast, textwrap):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         (texts / f"{module.__name__}.txt").write_text(text, encoding="utf-8")
-    for name, tied in (("llama", True), ("chat", False)):
-        llama_of(store, tmp_path / "models" / name, tie_word_embeddings=tied)
-    (tmp_path / "models" / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    llama_of(store, tmp_path / "models" / "llama", tie_word_embeddings=True)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def main"}\n')
-    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
     monkeypatch.chdir(tmp_path)
 
 

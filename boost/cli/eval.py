@@ -32,7 +32,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "  boost eval runs/demo --store data/other --split train --max-tokens 100000",
     )
     add_checkpoint_arguments(parser)
-    add_options(parser, OPTIONS, split="heldout", batch=0, seq_len=0, max_tokens=0)
+    add_options(parser, OPTIONS, split="heldout", max_tokens=0)
     return parser
 
 

@@ -32,19 +32,21 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: a GPU if available)"
     )
+    parser.set_defaults(batch=0, seq_len=0)  # only `boost eval` has options for them
 
 
-def inference_config(saved: Config, tp: int, device: str, batch: int = 0, seq_len: int = 0) -> Config:
+def inference_config(saved: Config, args: argparse.Namespace) -> Config:
     """Returns a checkpoint's configuration for a mesh of tp x 1 x 1, and `batch` sequences of `seq_len` tokens per batch (0: as in
     training). Raises ConfigError."""
+    tp, device = args.tp, args.device
     if tp < 1:
         raise ConfigError(f"--tp = {tp} is too small; smallest valid value: 1")
     if device == "cuda":
         from boost.train.rendezvous import choose_device
 
         choose_device(device)
-    batch = batch or saved.train.micro_batch
-    train = {"micro_batch": batch, "global_batch": batch, "seq_len": seq_len or saved.train.seq_len}
+    batch = args.batch or saved.train.micro_batch
+    train = {"micro_batch": batch, "global_batch": batch, "seq_len": args.seq_len or saved.train.seq_len}
     run = {"device": device, "recovery": "restart"}
     problem: ConfigError | None = None
     # Tries the checkpoint's layout first, then the others for its family: all load the same weights and compute the same function.
@@ -62,10 +64,6 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0, seq_le
     raise problem
 
 
-def _config_of(saved: Config, args: argparse.Namespace) -> Config:
-    return inference_config(saved, args.tp, args.device, getattr(args, "batch", 0), getattr(args, "seq_len", 0))
-
-
 def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     """Calls `process(args)` in this process, or in args.tp local processes. `process` must be a module-level function."""
     require_checkpoint_folder(args.checkpoint)
@@ -75,8 +73,7 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     from boost.train.checkpoint import open_checkpoint
     from boost.train.launch import can_fork, launch, under_torchrun
 
-    saved = open_checkpoint(Path(args.checkpoint)).config
-    _config_of(saved, args)  # report errors before starting processes
+    inference_config(open_checkpoint(Path(args.checkpoint)).config, args)  # report errors before starting processes
     if under_torchrun() or args.tp == 1:
         return process(args)
     del args.run  # a function that the processes do not need
@@ -93,11 +90,11 @@ def open_model(args: argparse.Namespace, read_files: "Callable[[Checkpoint], obj
     from boost.train.rendezvous import open_mesh
 
     path = Path(args.checkpoint)
-    config = _config_of(open_checkpoint(path).config, args)
+    config = inference_config(open_checkpoint(path).config, args)
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
 
     def load(checkpoint: "Checkpoint") -> "OpenModel":
-        config = _config_of(checkpoint.config, args)
+        config = inference_config(checkpoint.config, args)
         decoder = build_decoder(config, mesh)
         load_weights(checkpoint, decoder, mesh)
         if read_files is not None:

@@ -209,7 +209,7 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
     console.print(f"\nweights ({alike})", style="bold")
     table = new_table(("name", "global", "local", "sharding"), right=("global", "local"))
     for weight in inspection.weights:
-        cells = (weight.short_name, _shape(weight.shape), _shape(weight.local), weight.where)
+        cells = (weight.name.removeprefix("layers.N."), _shape(weight.shape), _shape(weight.local), weight.where)
         table.add_row(
             *cells, style="dim" if weight.placement.dim is None and inspection.config.parallel.tp > 1 else None
         )

@@ -195,8 +195,8 @@ def launch(report: PlanReport) -> list[str]:
     return lines
 
 
-def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
-    """Wraps a command with backslashes. A flag stays on the same line as its value."""
+def _wrapped(first: str, words: Sequence[str]) -> list[str]:
+    """Wraps a command with backslashes after about 96 characters. A flag stays on the same line as its value."""
     pieces = [first]
     for word in words:
         if word.startswith("--"):
@@ -205,7 +205,7 @@ def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
             pieces[-1] += f" {shlex.quote(word)}"
     lines = pieces[:1]
     for piece in pieces[1:]:
-        if len(lines[-1]) + len(piece) > width:
+        if len(lines[-1]) + len(piece) > 96:
             lines[-1] += " \\"
             lines.append(f"    {piece}")
         else:

@@ -152,19 +152,21 @@ def as_json(result: "PrepareResult") -> JsonObject:
 def print_report(result: "PrepareResult") -> None:
     """Prints tables of the inputs, of changed and skipped documents with the reasons, and of the store's contents."""
     report = as_json(result)
-    keys, rows = ("files", "documents", "bytes", "tokens"), []
+    keys, rows = ("documents", "bytes", "tokens"), []
     for source in report["sources"]:
         skipped = sum(skip["count"] for skip in source["skipped"].values())
-        rows.append([source["name"], *(f"{number:,}" for number in (*(source[key] for key in keys), skipped))])
-    print_rows(("source", *keys, "skipped"), rows, right=(*keys, "skipped"), piped_width=200, title="read")
+        rows.append(
+            [source["name"], *(f"{number:,}" for number in (*(source[key] for key in ("files", *keys)), skipped))]
+        )
+    numbers = ("files", *keys, "skipped")
+    print_rows(("source", *numbers), rows, right=numbers, piped_width=200, title="read")
     _print_reasons(report["sources"], "notes")
     _print_reasons(report["sources"], "skipped")
-    headings = {"documents": "documents", "bytes": "bytes", "tokens": "tokens"}
     rows = []
     for name, split in report["splits"].items():
         entropy = f"{split['unigram_entropy']:.4f} nats/token"
-        rows.append([name, *(f"{split[key]:,}" for key in headings), f"{split['bytes_per_token']:.3f}", entropy])
-    numbers = (*headings.values(), "bytes/token", "unigram entropy")
+        rows.append([name, *(f"{split[key]:,}" for key in keys), f"{split['bytes_per_token']:.3f}", entropy])
+    numbers = (*keys, "bytes/token", "unigram entropy")
     print_rows(("split", *numbers), rows, right=numbers, piped_width=200, title="\nstore")
     for note in report["notes"]:
         print(printable(f"note: {note}"))

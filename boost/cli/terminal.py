@@ -131,14 +131,14 @@ def searching(what: str) -> Iterator[Callable[[int, int], None]]:
     The bar is shown if stderr is a terminal and the search takes longer than a second.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from boost.train.progress import make_bar
 
     terminal = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(
-        *columns, TimeElapsedColumn(), console=terminal, transient=True, disable=not terminal.is_terminal
-    ) as bar:
-        task, begun = bar.add_task(what, total=None, visible=False), time.perf_counter()
+    bar = make_bar(terminal, transient=True)
+    bar.disable = not terminal.is_terminal
+    with bar:
+        task, begun = bar.add_task(what, total=None, visible=False, stats=""), time.perf_counter()
 
         def tick(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, visible=time.perf_counter() - begun > 1)

@@ -192,7 +192,7 @@ def read_folder(path: Path) -> Folder:
             f"windows; to use the model within one window, set max_position_embeddings = {window}"
         )
     try:
-        table = _model_table(content, where) | _family_table(kind, content, where)
+        table = _model_table(content) | _family_table(kind, content, where)
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
     except KeyError as error:
         raise ConfigError(f"{where} has no {error.args[0]}; fix the file, or save the model again") from None
@@ -236,11 +236,9 @@ def read_json(path: Path, advice: str) -> JsonObject:
     return content
 
 
-def _model_table(content: JsonObject, where: str) -> JsonObject:
-    missing = [theirs for theirs in _FIELDS.values() if theirs not in content and theirs != "rms_norm_eps"]
-    if missing:
-        raise ConfigError(f"{where} has no {missing[0]}; fix the file, or save the model again")
-    table = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
+def _model_table(content: JsonObject) -> JsonObject:
+    """The fields of [model] that all classes have. Raises KeyError for one that is missing."""
+    table = {o: content[theirs] for o, theirs in _FIELDS.items() if theirs in content or theirs != "rms_norm_eps"}
     table["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
     if width := content.get("head_dim"):
         table["head_dim"] = width

@@ -153,19 +153,17 @@ def import_weights(
     if not source.is_dir():
         raise ConfigError(f"there is no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
 
-    def convert(weights: Weights) -> Imported:
-        return _convert(weights, source, out, dtype, tokenizer, how, file_bytes, nonfinite)
-
+    rest = source, out, dtype, tokenizer, how, file_bytes, nonfinite
     names = ("state.json", "manifest.json", "checkpoints", "config.toml")
     is_ours = any((source / name).exists() for name in names) or any(source.glob("step-*"))
     if (source / "config.json").is_file() or not is_ours:
-        return convert(FolderWeights(source, untie))
+        return _convert(FolderWeights(source, untie), *rest)
     if how is None:
         raise ConfigError(
             f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
             "factorize it with --rank, --energy or --budget"
         )
-    return read_checkpoint(source, lambda checkpoint: convert(CheckpointWeights(checkpoint, untie)))
+    return read_checkpoint(source, lambda checkpoint: _convert(CheckpointWeights(checkpoint, untie), *rest))
 
 
 def _convert(

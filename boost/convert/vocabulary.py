@@ -223,9 +223,8 @@ def merged_tokenizer_config(ours: JsonObject, hub: JsonObject) -> JsonObject:
     """
     # Filtered again, because an auto_map in an untrusted state.json would run foreign code.
     kept = {key: value for key, value in hub.get("tokenizer", {}).items() if key in _TOKENIZER_KEYS}
-    if isinstance(
-        kept.get("extra_special_tokens"), list
-    ):  # transformers 5 saves this name; 4 fails on it, and both read the older
+    # transformers 5 saves this name; 4 fails on it, and both read the older.
+    if isinstance(kept.get("extra_special_tokens"), list):
         kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
     split = kept.pop("split_special_tokens", False)
     merged = {**ours, **kept}

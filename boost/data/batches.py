@@ -239,7 +239,7 @@ def _rows(samples: Sequence[tuple[Split, int]], seq_len: int, documents: bool) -
                 ids[:end] = split.document_ids(start, end)
                 document = ids[end - 1] + 1
         tokens[end:], targets[end:], ids[end:] = split.eos, IGNORED, document
-    if max(batch.tokens.max(), batch.targets.max()) > min(split.limit for split, _ in samples):
+    if max(batch.tokens.max(), batch.targets.max()) > min(split.largest_token for split, _ in samples):
         for split, index in samples:  # raises an error, unless the store of another row has the lower limit
             start = min(index * seq_len, split.n_tokens)
             split.window(start, min(seq_len + 1, split.n_tokens - start))

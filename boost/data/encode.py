@@ -101,9 +101,7 @@ class Encoder:
         texts = [piece for _, _, piece, _ in batch]
         try:
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except (
-            BaseException
-        ) as error:  # the Rust side raises a plain Exception, or panics with a BaseException of its own
+        except BaseException as error:  # the Rust side raises a plain Exception, or panics with one of its own
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             files = ", ".join(dict.fromkeys(entry.name for entry, *_ in batch[:3]))

@@ -7,13 +7,13 @@ to that of an uninterrupted run.
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from boost.data.encode import Encoder, split_text
 from boost.data.options import PrepareOptions, PrepareResult, Progress
-from boost.data.sources import Reading, Source, open_sources
+from boost.data.sources import Reading, open_sources
 from boost.data.split import SplitRule, choose_split
 from boost.data.store import TokenStore, token_dtype
 from boost.data.tokenizer import (
@@ -53,24 +53,19 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
     started = time.monotonic()
     progress = progress or Progress()
     sources, heldout = open_sources(options)
-    fingerprint = _input_fingerprint(options, sources, heldout)
-    with new_store(options.out, fingerprint, options.overwrite) as unfinished:
-        if unfinished is not None:
-            with contextlib.closing(progress):
-                reading = Reading(sources, heldout, options.max_documents, progress)
-                _build(options, reading, fingerprint, unfinished)
-    return PrepareResult(TokenStore.open(options.out), unfinished is None, time.monotonic() - started)
-
-
-def _input_fingerprint(options: PrepareOptions, sources: Iterable[Source], heldout: Iterable[Source]) -> str:
-    """For input files, covers names, sizes and modification times, not contents."""
-    return fingerprint_of(
+    fingerprint = fingerprint_of(  # for files: of names, sizes and modification times, not contents
         sources=[[type(source).__name__, source.fingerprint()] for source in sources],
         heldout=[[type(source).__name__, source.fingerprint()] for source in heldout],
         tokenizer=tokenizer_identity(options.tokenizer, options.eos),
         options=[options.eos, options.text_field, options.heldout],
         limits=[options.max_documents, options.max_tokens, options.max_heldout_tokens],
     )
+    with new_store(options.out, fingerprint, options.overwrite) as unfinished:
+        if unfinished is not None:
+            with contextlib.closing(progress):
+                reading = Reading(sources, heldout, options.max_documents, progress)
+                _build(options, reading, fingerprint, unfinished)
+    return PrepareResult(TokenStore.open(options.out), unfinished is None, time.monotonic() - started)
 
 
 def _build(options: PrepareOptions, reading: Reading, fingerprint: str, unfinished: Unfinished) -> None:
@@ -142,14 +137,11 @@ def _begin(options: PrepareOptions, reading: Reading) -> tuple[SplitRule, "Token
 def _notes(options: PrepareOptions, rule: SplitRule, encoder: Encoder, reading: Reading) -> list[str]:
     """Notes for the user, in addition to the numbers."""
     counts, stops = encoder.counts, encoder.is_full("train")
+    unknown, dropped = counts["unknown"], counts["dropped"]
     notes = {
         "the corpus is a single document, so its last part is held out, starting after a line break if possible": rule.single,
-        f"count of the unknown token: {counts['unknown']}; the tokenizer cannot represent all of the text": counts[
-            "unknown"
-        ],
-        f"characters that the tokenizer has no token for, dropped: {counts['dropped']}; choose another tokenizer": (
-            counts["dropped"]
-        ),
+        f"count of the unknown token: {unknown}; the tokenizer cannot represent all of the text": unknown,
+        f"characters that the tokenizer has no token for, dropped: {dropped}; choose another tokenizer": dropped,
         f"text that spells a special token, encoded as ordinary tokens: {counts['spelled']}": counts["spelled"],
         f"text that the tokenizer cannot tell from a special token, such as the end of a document: {counts['forged']}; use "
         "another --eos": counts["forged"],

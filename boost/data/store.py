@@ -56,8 +56,8 @@ class Split:
     n_bytes: int
     vocab_size: int
     eos: int
-    largest_token: int | None = None
-    """Largest id that may occur; None: vocab_size - 1."""
+    largest_token: int
+    """Largest id that may occur."""
 
     @property
     def n_tokens(self) -> int:
@@ -76,20 +76,15 @@ class Split:
         """Tokens [length] from `start`, converted to int64. Raises IndexError if they are out of range, `DataError` if the
         file was truncated or contains an invalid token id (which on a GPU would only fail a device assertion)."""
         tokens = np.asarray(self.read(start, length), dtype=np.int64)
-        if (largest := tokens.max(initial=0)) > self.limit:
-            what = f"{self.name}.tokens contains token id {largest} near position {start}, above the maximum of {self.limit}"
-            raise damaged(self.path, what)
+        if (largest := tokens.max(initial=0)) > self.largest_token:
+            what = f"{self.name}.tokens contains token id {largest} near position {start}"
+            raise damaged(self.path, f"{what}, above the maximum of {self.largest_token}")
         return tokens
 
     def read(self, start: int, length: int) -> npt.NDArray[np.integer]:
-        """`window` in the dtype on disk, without the check of token ids, which is cheaper for many windows together (`limit`)."""
+        """`window` in the dtype on disk, without the check of token ids, which is cheaper for many windows together."""
         self._check(start, length)
         return self.tokens[start : start + length]
-
-    @cached_property
-    def limit(self) -> int:
-        """Largest valid token id."""
-        return self.vocab_size - 1 if self.largest_token is None else self.largest_token
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int32]:
         """Document index of each of `length` positions from `start`, relative to the window's first document; int32 [length]."""

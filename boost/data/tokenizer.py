@@ -260,8 +260,11 @@ class PlainText:
         self._prefix = getattr(tokenizer.model, "continuing_subword_prefix", None) or ""
         added = tokenizer.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
-        self.unknown = unknown_id(tokenizer)
-        """Id of the token for text that the tokenizer cannot represent."""
+        name = getattr(tokenizer.model, "unk_token", None)
+        self.unknown: int | None = tokenizer.token_to_id(name) if name else None
+        if type(tokenizer.model).__name__ == "Unigram":
+            self.unknown = json.loads(tokenizer.to_str())["model"]["unk_id"]
+        """Id of the token for text that the tokenizer cannot represent; None if it has no such token."""
         self._special = {eos, *(number for number, token in added.items() if token.special)}
         self._special.discard(self.unknown)
         self._split: dict[int, list[int]] = {}
@@ -318,15 +321,6 @@ class PlainText:
             if is_whole and self.unknown not in ids and self._special.isdisjoint(ids):
                 return ids
         return [] if self.unknown is None else [self.unknown]
-
-
-def unknown_id(tokenizer: "Tokenizer") -> int | None:
-    """Id of the token for text that a tokenizer cannot represent; None if it has no such token."""
-    if type(tokenizer.model).__name__ == "Unigram":
-        unknown: int | None = json.loads(tokenizer.to_str())["model"]["unk_id"]
-        return unknown
-    name = getattr(tokenizer.model, "unk_token", None)
-    return tokenizer.token_to_id(name) if name else None
 
 
 def _alphabet_of_dropping(tokenizer: "Tokenizer") -> set[str] | None:

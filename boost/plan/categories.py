@@ -19,8 +19,6 @@ WORK = "workspace"
 OTHER = "other"
 """Token ids, positions, masks."""
 
-STATES = (WEIGHTS, GRADIENTS, OPTIMIZER)
-"""Persistent across steps."""
 SAVED = (RESIDUAL, LATENTS, WIDE, COPIES, LOGITS)
 """Saved in the forward pass of a micro-batch for its backward pass."""
 CATEGORIES = {

@@ -245,10 +245,6 @@ class HostTime(Section):
         return 0.0 if config.captures_passes else float(getattr(self, config.compiled_part(device)))
 
 
-def _all_modes(value: Any) -> Any:
-    return dict.fromkeys(HostTime.model_fields, value) if isinstance(value, int | float) else value
-
-
 class Hardware(Section):
     """A cluster of identical nodes."""
 
@@ -268,7 +264,10 @@ class Hardware(Section):
     """Memory in GB that is not available to tensors: CUDA context, buffers of three communicators, fragmentation."""
     communicator_gb: Amount = 0.0
     """Memory in GB for each additional communicator (`communicators`)."""
-    host_us: Annotated[HostTime, BeforeValidator(_all_modes)]
+    host_us: Annotated[
+        HostTime,
+        BeforeValidator(lambda us: dict.fromkeys(HostTime.model_fields, us) if isinstance(us, int | float) else us),
+    ]
     """Host time to launch one operation, in microseconds."""
     step_ms: Amount = 0.0
     """Fixed overhead per step in milliseconds: data loading, logging, step stats."""

@@ -32,11 +32,6 @@ class Weight:
     where: str
     """The placement in words."""
 
-    @property
-    def short_name(self) -> str:
-        """The name without the block prefix."""
-        return self.name.removeprefix("layers.N.")
-
 
 @dataclass(frozen=True)
 class CollectiveRow:

@@ -37,7 +37,7 @@ class Memory:
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Bytes of STATES and SAVED, and of attention masks that are saved on CPUs."""
+        """Bytes of weights, gradients, optimizer state and SAVED, and of attention masks that are saved on CPUs."""
         return {**self.states, **dict.fromkeys(SAVED, 0), **self.saved}
 
     @property
@@ -154,7 +154,12 @@ class _StepMemory:
             # Which latents from the previous block stay alive depends on that block too.
             kind = n if config.model.has_latent_gates else (first_alike(config.model, n), policies[n])
             if (first := first_of.setdefault(kind, n)) == n:
-                self._trace(n)
+                traced = self.traced[n] = pass_of_block(config, n, on_gpu)
+                self.saved[n] = traced.by_category
+                if any(traced.prev_saved):  # latents that only this block keeps alive
+                    before = pass_of_block(config, n - 1, on_gpu).latents_saved
+                    own = sum(size for size, already in zip(traced.prev_saved, before, strict=True) if not already)
+                    self.saved[n] = traced.by_category + Counter({LATENTS: own})
             self.traced[n], self.saved[n] = self.traced[first], self.saved[first]
         self.held, self.size = held_tensors(config, self.stages), ITEMSIZE[train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.held.by_stage.values()]
@@ -187,15 +192,6 @@ class _StepMemory:
         self.backward_done = [0 for _ in self.stages]
         """Completed backward passes, per stage."""
         self._peak: tuple[int, str, dict[str, int]] = (-1, "", {})
-
-    def _trace(self, n: int) -> None:
-        """Traces a block."""
-        traced = self.traced[n] = pass_of_block(self.config, n, self.on_gpu)
-        self.saved[n] = traced.by_category
-        if any(traced.prev_saved):  # latents that only this block keeps alive
-            before = pass_of_block(self.config, n - 1, self.on_gpu).latents_saved
-            own = sum(size for size, already in zip(traced.prev_saved, before, strict=True) if not already)
-            self.saved[n] = traced.by_category + Counter({LATENTS: own})
 
     def _bucket_copies(self) -> dict[int | None, int]:
         """Bytes of the flat copies of gradient buckets, by the block whose backward pass fills them; None: filled at the end.
@@ -267,10 +263,10 @@ class _StepMemory:
             stage = self.stages[i]
             for category, size in self.saved_by_stage[i].items():
                 held[category] += count * size
-            sent, received = (
-                self._sent_bytes(stage),
-                0 if stage.has_embedding else self.traced[stage.first_layer].input_bytes,
-            )
+            # The output is held until its gradient arrives.
+            sends = self.has_pipeline and not stage.has_head
+            sent = self.traced[stage.numbers[-1]].output_bytes if sends else 0
+            received = 0 if stage.has_embedding else self.traced[stage.first_layer].input_bytes
             held[BUFFERS] += (self.forward_done[i] if self.holds_sends else count) * sent
             if self.holds_sends:
                 held[BUFFERS] += self.backward_done[i] * received
@@ -348,10 +344,6 @@ class _StepMemory:
             saved = Counter(saved)
             saved[RESIDUAL] -= self.loss.input_bytes
         return saved
-
-    def _sent_bytes(self, stage: Stage) -> int:
-        """Bytes of a stage's output, which is held until its gradient arrives."""
-        return 0 if stage.has_head or not self.has_pipeline else self.traced[stage.numbers[-1]].output_bytes
 
     def _context(self) -> int:
         """Bytes of token ids, positions, rotary angles, and the document mask if attention needs one."""

@@ -153,19 +153,17 @@ class HeldTensors:
 
 def held_tensors(config: Config, stages: Sequence[Stage]) -> HeldTensors:
     """The stored tensors of a process with these stages."""
-    return _held(config.model, _storage(config.parallel), tuple(stages))
+    # Reduced to what decides which tensors there are and over which axes they are sharded and summed, whatever the axes' sizes.
+    parallel = config.parallel
+    sharding = {"shard": "full", "dp": 2, "shard_outer": parallel.shard_outer} if parallel.sharded else {}
+    parallel = _interned(altered(traced(parallel), cp=1, overlap="none", **sharding))
+    return _held(config.model, parallel, tuple(stages))
 
 
 _held = functools.lru_cache(MAX_CACHED)(HeldTensors)
 
 
 @functools.lru_cache(MAX_CACHED)
-def _storage(parallel: ParallelConfig) -> ParallelConfig:
-    """Reduced to what decides which tensors there are and over which axes they are sharded and summed, whatever the axes' sizes."""
-    sharding = {"shard": "full", "dp": 2, "shard_outer": parallel.shard_outer} if parallel.sharded else {}
-    return _interned(altered(traced(parallel), cp=1, overlap="none", **sharding))
-
-
 @functools.lru_cache(MAX_CACHED)
 def _tensors_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> tuple[StoredTensor, ...]:
     tensors = [_stored(model, parallel, (architecture.embedding(model),))] if stage.has_embedding else []

@@ -209,12 +209,17 @@ class Predictor:
         return _cached(shared, key, self._passes, config, shared)
 
     def _passes(self, config: Config, shared: "_Cache") -> Sequence[PassTime]:
+        """Times for one micro-batch through all stages of each pipeline rank."""
         times, split = dict[tuple[object, ...], PassTime](), stages(config)
         ranks = [split[rank :: config.parallel.pp] for rank in range(config.parallel.pp)]
         keys = [tuple(_kind(config.model, config.train, stage) for stage in held) for held in ranks]
         for key, held in zip(keys, ranks, strict=True):
             if key not in times:
-                times[key] = self._pass(config, held, shared)
+                times[key] = result = self._blocks_and_ends(config, held, shared)
+                self._add_sends(config, held, result)
+                # On a GPU, the host launches kernels and collectives ahead of time; the device waits if the host is slower.
+                issuing = self.hardware.host_us.in_pass(config, self.hardware.device) * 1e-6 * result.calls
+                result.wait(issuing if self.hardware.device == "cpu" else max(issuing - result.total, 0.0))
         return [times[key] for key in keys]
 
     def lower_bound(self, config: Config) -> float:
@@ -270,15 +275,6 @@ class Predictor:
 
     def _speeds(self, config: Config) -> Speeds:
         return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
-
-    def _pass(self, config: Config, held: Sequence[Stage], shared: "_Cache") -> PassTime:
-        """Times for one micro-batch through all stages of one pipeline rank."""
-        result = self._blocks_and_ends(config, held, shared)
-        self._add_sends(config, held, result)
-        # On a GPU, the host launches kernels and collectives ahead of time; the device waits if the host is slower.
-        issuing = self.hardware.host_us.in_pass(config, self.hardware.device) * 1e-6 * result.calls
-        result.wait(issuing if self.hardware.device == "cpu" else max(issuing - result.total, 0.0))
-        return result
 
     def _block(self, config: Config, layer: int, policy: RecomputeName) -> PassTime:
         return self._pass_time(config, [trace_block(as_stored(config), layer, policy, self.on_gpu)])

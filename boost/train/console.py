@@ -42,9 +42,8 @@ class ConsoleHook(Hook):
     def on_train_start(self, trainer: Trainer) -> None:
         done, total = trainer.position.step, trainer.config.train.steps
         self._first, self._timed = done + 1, None
-        terminal = (
-            self._terminal or RichConsole()
-        )  # not earlier: a process that takes over the run gets its stdout only then
+        # Not earlier: a process that takes over the run gets its stdout only then.
+        terminal = self._terminal or RichConsole()
         if terminal.is_terminal:
             self._bar = make_bar(terminal)
             self._task = self._bar.add_task("train", total=total, completed=done, stats="")

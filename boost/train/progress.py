@@ -50,9 +50,9 @@ def progress(items: Iterable[Item], description: str, enabled: bool = True) -> I
                 print(line, file=sys.stderr, flush=True)
 
 
-def make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
+def make_bar(rich_console: RichConsole, transient: bool = False) -> Progress:
     """Creates a bar whose tasks have a `stats` field, shown between the count and the elapsed time."""
-    narrow = (rich_console or RichConsole()).width < BAR_MIN_WIDTH
+    narrow = rich_console.width < BAR_MIN_WIDTH
     columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), MofNCompleteColumn()]
     columns.append(TextColumn("{task.fields[stats]}", markup=False))
     if not narrow:

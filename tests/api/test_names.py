@@ -1,43 +1,13 @@
-"""The public names: all documented, and nothing heavy imported; families from other packages."""
+"""The public names: all documented, and nothing heavy imported."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Literal
 
 import pytest
-import torch
 
 import boost
-from boost.config.families import CoLAConfig, ModelConfig
-from boost.config.load import from_tree
-from boost.config.section import Width
+from boost.config.families import CoLAConfig
 from boost.errors import ConfigError
-
-
-@pytest.fixture
-def family() -> Iterator[type[ModelConfig]]:
-    @boost.register_family
-    class Narrow(CoLAConfig):
-        """CoLA with a fixed rank."""
-
-        family: Literal["narrow-cola"] = "narrow-cola"
-        rank: Width = 4
-
-        @classmethod
-        def derived(cls, values):  # type: ignore[no-untyped-def]
-            return super().derived(values) | {"rank": 4}
-
-    yield Narrow
-    del ModelConfig.choices["narrow-cola"]
-
-
-def test_a_family_of_ones_own_is_known_everywhere(family: type[ModelConfig]) -> None:
-    model = boost.nn.Decoder(family="narrow-cola", vocab_size=64, dim=32, ffn_dim=48, layers=1, heads=4)
-    assert model.layers[0].attn.q_proj.rank == 4
-    tokens = torch.arange(8).view(1, 8)
-    model(tokens, tokens).backward()
-    assert type(from_tree({"model": {"family": "narrow-cola"}}).model) is family
 
 
 def test_a_class_without_a_name_of_its_own_is_refused() -> None:

@@ -16,7 +16,7 @@ from boost.train.checkpoint import open_checkpoint
 from boost.train.generate import generate
 from boost.train.sampling import Sampling
 from tests import toy
-from tests.border.draws import nightly_seeds, run
+from tests.border.draws import Seeds, drawn, run
 from tests.convert.toys import GB, all_logits, bring, loaded, save
 
 pytestmark = pytest.mark.slow
@@ -98,10 +98,6 @@ def compare(seed: int, home: Path, tokenizer: Path) -> str:
     return "equal"
 
 
-def test_a_few_exports(tmp_path: Path, store: Path) -> None:
-    run(lambda seed: compare(seed, tmp_path / str(seed), store / "tokenizer.json"), range(16), 1 / 2)
-
-
-@pytest.mark.nightly
-def test_many_exports(tmp_path: Path, store: Path) -> None:
-    run(lambda seed: compare(seed, tmp_path / str(seed), store / "tokenizer.json"), nightly_seeds(2000), 1 / 2)
+@drawn(16, 2000)
+def test_exports(seeds: Seeds, tmp_path: Path, store: Path) -> None:
+    run(lambda seed: compare(seed, tmp_path / str(seed), store / "tokenizer.json"), seeds, 1 / 2)

@@ -12,7 +12,7 @@ from torch import nn
 import boost
 from boost.api.swap import ranks_of
 from boost.errors import ConfigError
-from tests.border.draws import nightly_seeds, run
+from tests.border.draws import Seeds, drawn, run
 
 pytestmark = pytest.mark.slow
 
@@ -86,14 +86,10 @@ def compare(seed: int, home: Path) -> str:
     for place in inner:
         factors, old = base.get_submodule(place), model.get_submodule(place)
         # peft freezes what it does not adapt.
-        assert (
-            factors.A.weight.requires_grad
-            == factors.B.weight.requires_grad
-            == (old.weight.requires_grad and adapted is None)
-        )
-        assert (
-            old is not model.get_output_embeddings() or place in include or (isinstance(rank, dict) and place in rank)
-        )
+        trains = old.weight.requires_grad and adapted is None
+        assert factors.A.weight.requires_grad == factors.B.weight.requires_grad == trains
+        named = place in include or (isinstance(rank, dict) and place in rank)
+        assert named or old is not model.get_output_embeddings()
     if adapted is None:
         expected = outputs(truncated(model, inner))
         torch.testing.assert_close(outputs(target), expected, rtol=1e-7, atol=1e-9)
@@ -112,10 +108,6 @@ def compare(seed: int, home: Path) -> str:
     return "equal"
 
 
-def test_a_few_models(tmp_path: Path) -> None:
-    run(lambda seed: compare(seed, tmp_path / str(seed)), range(24), 1 / 4)
-
-
-@pytest.mark.nightly
-def test_many_models(tmp_path: Path) -> None:
-    run(lambda seed: compare(seed, tmp_path / str(seed)), nightly_seeds(2000), 1 / 4)
+@drawn(24, 2000)
+def test_models(seeds: Seeds, tmp_path: Path) -> None:
+    run(lambda seed: compare(seed, tmp_path / str(seed)), seeds, 1 / 4)

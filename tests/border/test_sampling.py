@@ -10,7 +10,7 @@ import torch
 
 from boost.train.generate import distribution
 from boost.train.sampling import Sampling
-from tests.border.draws import nightly_seeds, run
+from tests.border.draws import Seeds, drawn, run
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +44,6 @@ def compare_sampling(model: Any, folder: Path, seed: int) -> str:
     return "equal"
 
 
-def test_the_distribution_is_that_of_transformers(model: Any, tmp_path: Path) -> None:
-    run(lambda seed: compare_sampling(model, tmp_path, seed), range(30), 0.99)
-
-
-@pytest.mark.nightly
-def test_the_distribution_is_that_of_transformers_for_other_seeds(model: Any, tmp_path: Path) -> None:
-    run(lambda seed: compare_sampling(model, tmp_path, seed), nightly_seeds(500), 0.99)
+@drawn(30, 500)
+def test_the_distribution_is_that_of_transformers(seeds: Seeds, model: Any, tmp_path: Path) -> None:
+    run(lambda seed: compare_sampling(model, tmp_path, seed), seeds, 0.99)

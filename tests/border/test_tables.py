@@ -2,7 +2,6 @@
 path, or the file is refused in one line, or the report names what is different."""
 
 import json
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from boost.data.report import PrepareReport
 from boost.data.sources import FilesSource
 from boost.errors import DataError
+from tests.border.draws import Seeds, drawn
 
 WORDS = [
     "a", "word", "é", "漢", "🎉", ",", ";", "|", "\t", "\n", "\r\n", '"', '""', "'", "\\", '\\"', "{", "}", "007", "1.5", "NA",
@@ -48,32 +48,24 @@ def draw_table(rng: random.Random) -> pd.DataFrame:
     return pd.DataFrame({name: texts if name == "text" else others[name] for name in names})
 
 
-def ours(path: Path, field: str | None = None) -> tuple[list[str], PrepareReport]:
-    report = PrepareReport()
-    return [document.text for document in FilesSource(path, field).documents(report)], report
-
-
 def ours_or_refused(path: Path) -> tuple[list[str], PrepareReport] | None:
     """None if the error is one line."""
+    report = PrepareReport()
     try:
-        return ours(path)
+        return [document.text for document in FilesSource(path).documents(report)], report
     except DataError as problem:
         if "\n" in str(problem):
             raise
         return None
 
 
-def oracle(cache: Path, kind: str, field: str = "text", **options: Any) -> Texts:
+def oracle(cache: Path, kind: str, **options: Any) -> Texts:
     stream = datasets.load_dataset(kind, split="train", streaming=True, cache_dir=str(cache), **options)
-    return [row[field] for row in stream]
+    return [row["text"] for row in stream]
 
 
 def as_documents(values: Texts) -> list[str]:
     return [value.replace("\r\n", "\n") for value in values if isinstance(value, str) and value.strip()]
-
-
-def names_of(report: PrepareReport, what: str) -> set[str]:
-    return {reason for source in report.sources for entry in source.files for reason in getattr(entry, what)}
 
 
 def compare(path: Path, expected: Texts, seed: int) -> str:
@@ -82,10 +74,9 @@ def compare(path: Path, expected: Texts, seed: int) -> str:
         return "refused"
     found, report = read
     if found != as_documents(expected):
-        # Quotes that may be text, a text column of nulls alone, a delimiter that the header does not show.
-        named = ("in which quotes are text", "read from column 'label'", "with a wrong number of columns")
-        said = names_of(report, "notes") | names_of(report, "skipped")
-        assert any(line.startswith(named) for line in said), (seed, path.name, found, expected)
+        # A text column of nulls alone.
+        said = {reason for source in report.sources for entry in source.files for reason in entry.notes}
+        assert any(line.startswith("read from column 'label'") for line in said), (seed, path.name, found, expected)
         return "named"
     skipped = sum(skip.count for source in report.sources for entry in source.files for skip in entry.skipped.values())
     assert len(found) + skipped >= len(expected), seed
@@ -229,15 +220,7 @@ def check(folder: Path, kind: str, seed: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKS)
-def test_texts_are_those_of_datasets(kind: str, tmp_path: Path) -> None:
-    results = Counter(check(tmp_path / str(seed), kind, seed) for seed in range(25))
-    assert results["equal"] > 10, results
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", CHECKS)
-def test_texts_are_those_of_datasets_in_many_draws(kind: str, tmp_path: Path) -> None:
-    first = int(os.environ.get("BORDER_SEED", random.SystemRandom().randrange(1 << 30)))
-    print(f"{kind}: seeds {first} to {first + 399}")
-    results = Counter(check(tmp_path / str(seed), kind, seed) for seed in range(first, first + 400))
-    assert results["equal"] > 160, results
+@drawn(25, 400)
+def test_texts_are_those_of_datasets(seeds: Seeds, kind: str, tmp_path: Path) -> None:
+    results = Counter(check(tmp_path / str(seed), kind, seed) for seed in seeds())
+    assert results["equal"] > 0.4 * results.total(), results

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from boost.convert.vocabulary import read_vocabulary, tokenizer_files
 from boost.data.tokenizer import PlainText, find_eos, load_tokenizer, parse_tokenizer
 from boost.errors import DataError
-from tests.border.draws import nightly_seeds
+from tests.border.draws import Seeds, drawn
 
 TEXT = "The cat sat on the mat in New York; le café était là, <b>bold</b> 12 345 hello world don't stop\n\tnow"
 SPELLED = ["</s>", "<s>", "[SEP]", "<x>", "New York", "é", "  ", "<|end|>", "cat"]
@@ -189,17 +189,9 @@ def check(folder: Path, seed: int) -> str:
     return "equal"
 
 
-def check_all(folder: Path, seeds: range) -> None:
-    results = Counter(check(folder / str(seed), seed) for seed in seeds)
-    assert results.keys() <= {"equal", "refused", "refused by both", "cannot encode", "saved differently"}
-    assert results["equal"] > 0.8 * len(seeds), results
-
-
 @pytest.mark.slow
-def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    check_all(tmp_path, range(40))
-
-
-@pytest.mark.nightly
-def test_tokens_are_those_of_transformers_in_many_draws(tmp_path: Path) -> None:
-    check_all(tmp_path, nightly_seeds(2000))
+@drawn(40, 2000)
+def test_tokens_are_those_of_transformers(seeds: Seeds, tmp_path: Path) -> None:
+    results = Counter(check(tmp_path / str(seed), seed) for seed in seeds())
+    assert results.keys() <= {"equal", "refused", "refused by both", "cannot encode", "saved differently"}
+    assert results["equal"] > 0.8 * results.total(), results

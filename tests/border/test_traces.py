@@ -17,7 +17,7 @@ from boost.plan.timing import block_work, ends_work
 from boost.plan.trace import pass_of_block
 from boost.plan.work import GEMM
 from tests import toy
-from tests.border.draws import nightly_seeds, run
+from tests.border.draws import Seeds, drawn, run
 from tests.fake_memory import measure
 from tests.matrices import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
 
@@ -27,7 +27,7 @@ IN_PLACE = {aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
 """FLOPs by the shapes of the operands, for a product that torch's counter does not know."""
 
 
-def drawn(draw: random.Random) -> Config:
+def draw_config(draw: random.Random) -> Config:
     """A legal configuration."""
     while True:
         family = draw.choice(["cola", "svd", "lax", "dense"])
@@ -59,7 +59,7 @@ def drawn(draw: random.Random) -> Config:
 
 
 def compare(seed: int) -> str:
-    config = drawn(random.Random(seed))
+    config = draw_config(random.Random(seed))
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         saved = measure(config).activations
     predicted = memory(config).by_category
@@ -85,10 +85,6 @@ def compare(seed: int) -> str:
 
 
 @pytest.mark.slow
-def test_traces_are_those_of_torch_in_some_draws() -> None:
-    run(compare, range(12), at_least=0.99)
-
-
-@pytest.mark.nightly
-def test_traces_are_those_of_torch_in_many_draws() -> None:
-    run(compare, nightly_seeds(400), at_least=0.99)
+@drawn(12, 400)
+def test_traces_are_those_of_torch(seeds: Seeds) -> None:
+    run(compare, seeds, at_least=0.99)

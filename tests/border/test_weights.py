@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import boost
 from boost.convert.vocabulary import end_tokens
 from boost.errors import BoostError
 from boost.train.generate import generate
 from boost.train.sampling import Sampling
-from tests.border.draws import nightly_seeds, run
+from tests.border.draws import Seeds, drawn, run
 from tests.convert.toys import all_logits, bring, give, loaded
 
 pytestmark = pytest.mark.slow
@@ -127,6 +129,9 @@ def compare(seed: int, home: Path) -> str:
     decoder, checkpoint = loaded(home / "ours")
     close = {"rtol": 1e-3, "atol": 1e-4 * float(expected.abs().max())}
     torch.testing.assert_close(all_logits(decoder, tokens).float(), expected, **close)
+    with warnings.catch_warnings(action="ignore"):  # what an import notes
+        model = boost.Model.from_pretrained(home / "theirs", dtype=torch.float32)
+    torch.testing.assert_close(model(tokens), expected, **close)
     prompt = tokens[0, :5].tolist()
     text = theirs.generate(tokens[:, :5], do_sample=False, max_new_tokens=6)[0, 5:].tolist()
     ends = end_tokens(checkpoint.data)  # those of generation_config.json, and always the one that separates documents
@@ -139,10 +144,6 @@ def compare(seed: int, home: Path) -> str:
     return "equal"
 
 
-def test_a_few_folders(tmp_path: Path) -> None:
-    run(lambda seed: compare(seed, tmp_path / str(seed)), range(24), 1 / 3)
-
-
-@pytest.mark.nightly
-def test_many_folders(tmp_path: Path) -> None:
-    run(lambda seed: compare(seed, tmp_path / str(seed)), nightly_seeds(2000), 1 / 3)
+@drawn(24, 2000)
+def test_folders(seeds: Seeds, tmp_path: Path) -> None:
+    run(lambda seed: compare(seed, tmp_path / str(seed)), seeds, 1 / 3)

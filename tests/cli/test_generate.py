@@ -89,8 +89,7 @@ def test_standard_input(
         (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
         (b'{"prompt": "\\ud800"}', ["--prompts", "FILE"], "line 1 is not valid Unicode"),
         (b"", ["--prompt", "a", "--samples", "-1"], "--samples = -1 is too small; smallest valid value: 1"),
-        (b'{"messages": [{"role": "user", "content": "x"}]}', ["--prompts", "FILE"], 'of the form {"prompt": "text"}'),
-        (b'{"prompt": [{"role": "user", "content": "x"}]}', ["--prompts", "FILE"], 'of the form {"prompt": "text"}'),
+        (b'{"prompt": ["x"]}', ["--prompts", "FILE"], 'of the form {"prompt": "text"}'),
     ],
 )
 def test_mistakes(

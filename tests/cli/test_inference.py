@@ -1,25 +1,31 @@
 """The layout that evaluates a checkpoint: its own if it fits the processes, else another that computes the same function."""
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from boost.cli.inference import inference_config
+from boost.config import Config
+from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from tests import toy
 
 
 def layout_of(parallel: dict[str, Any], tp: int, batch: int = 0, **sections: Any) -> str:
-    saved = toy.toy_config(parallel=parallel, **sections)
-    return inference_config(saved, tp, "cpu", batch).parallel.layout
+    return on_cpus(toy.toy_config(parallel=parallel, **sections), tp, batch).layout
+
+
+def on_cpus(saved: Config, tp: int, batch: int = 0) -> ParallelConfig:
+    return inference_config(saved, Namespace(tp=tp, device="cpu", batch=batch, seq_len=0)).parallel
 
 
 def test_a_checkpoint_keeps_its_layout_and_its_choices() -> None:
     saved = toy.toy_config(parallel={"layout": "btp", "norm": "sync", "grouping": False, "tp": 2, "dp": 2})
-    parallel = inference_config(saved, 4, "cpu").parallel
+    parallel = on_cpus(saved, 4)
     assert (parallel.layout, parallel.norm, parallel.grouping, parallel.tp, parallel.dp) == ("btp", "sync", False, 4, 1)
     saved = toy.toy_config(parallel={"layout": "vanilla", "vanilla": "published", "tp": 2})
-    assert inference_config(saved, 4, "cpu").parallel.vanilla == "published"
+    assert on_cpus(saved, 4).vanilla == "published"
 
 
 @pytest.mark.parametrize(
@@ -52,4 +58,4 @@ def test_tokens_or_a_rank_that_the_processes_cannot_share_take_a_layout_that_doe
 @pytest.mark.parametrize("tp", [0, 3])
 def test_a_number_of_processes_that_cannot_be(tp: int) -> None:
     with pytest.raises(ConfigError, match=f"tp = {tp}"):
-        inference_config(toy.toy_config(), tp, "cpu")
+        on_cpus(toy.toy_config(), tp)

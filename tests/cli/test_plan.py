@@ -104,7 +104,6 @@ def test_flags_say_first_what_selects_a_class(words: str) -> None:
         ("1M-tokens", 256),
         ("500k-tokens", 128),
         ("4M", 1024),
-        ("1000000-tokens", 256),
         ("96-sequences", 96),
     ],
 )
@@ -122,7 +121,6 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
     [
         (["--model", "7b", "--gpus", "16", "--gpu", "h10"], "is not a hardware profile; did you mean 'h100-"),
         (["--model", "7b", "--gpus", "16", "--gpu", "a10"], "--gpu = 'a10' is not supported; valid profiles: "),
-        ([*SMALL, "--gpu-hours", "500"], "unknown option '--gpu-hours'"),
         (["--model", "7b", "--gpus", "16"], "--gpu is missing"),
         (["--gpus", "16", "--gpu", "a100-80g"], "--model is missing"),
         (["--model", "9b", "--gpus", "16", "--gpu", "a100-80g"], "1b, 3b, 7b, 13b, 30b"),
@@ -328,16 +326,8 @@ def test_the_plan_in_the_readme_is_what_its_command_prints(capsys: Capture) -> N
 
 
 def test_a_launch_command_is_read_as_it_was_meant() -> None:
-    words = [
-        "train",
-        "demo",
-        "--run.dir",
-        "/data/my --runs/a\tb",
-        "--optim.lr",
-        "1e-3",
-        *("--train.steps", "100000") * 5,
-        "--yes",
-    ]
+    words = ["train", "demo", "--run.dir", "/data/my --runs/a\tb", "--optim.lr", "1e-3"]
+    words += [*("--train.steps", "100000") * 5, "--yes"]
     lines = _wrapped("boost", words)
     assert len(lines) > 1 and max(map(len, lines)) <= 110
     said = subprocess.run(

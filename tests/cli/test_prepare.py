@@ -58,24 +58,14 @@ def test_many_skips_are_counted_and_the_rest_is_pointed_at(corpus, tmp_path, boo
 
 def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, boost):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    ids = ("--from-tokens", "x.bin")
     cases = {
         (): "no input given",
         (tmp_path / "latin.txt",): "not UTF-8 text at byte 3",
         (corpus, "--heldout", "2"): "--heldout 2.0",
-        (corpus, "--from-tokens", "x.bin"): "--from-tokens cannot be combined with INPUT; remove one of them",
-        (
-            "--from-tokens",
-            "x.bin",
-            "--stdlib",
-            "--max-tokens",
-            "9",
-        ): "cannot be combined with --stdlib and --max-tokens",
-        (
-            "--from-tokens",
-            "x.bin",
-            "--heldout-split",
-            "validation",
-        ): "cannot be combined with --heldout-split; remove one",
+        (corpus, *ids): "--from-tokens cannot be combined with INPUT; remove one of them",
+        (*ids, "--stdlib", "--max-tokens", "9"): "cannot be combined with --stdlib and --max-tokens",
+        (*ids, "--heldout-split", "validation"): "cannot be combined with --heldout-split; remove one",
     }
     for arguments, message in cases.items():
         code, out, err = boost(*arguments, "--out", tmp_path / "store")
@@ -87,11 +77,8 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, boost):
 def test_what_was_read_in_another_form_is_printed(tmp_path, boost):
     (tmp_path / "x.jsonl").write_bytes(b'{"n": 1, "body": "a line\\r\\nof two"}\n' * 20)
     code, out, _ = boost(tmp_path / "x.jsonl", "--out", tmp_path / "store", "--tokenizer", "train:270")
-    assert (
-        code == 0
-        and "\nnotes\n" in out
-        and f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.jsonl'}" in out
-    )
+    assert code == 0 and "\nnotes\n" in out
+    assert f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.jsonl'}" in out
     assert "1 read from column 'body', because" in out and "\nskipped" not in out
 
 

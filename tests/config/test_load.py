@@ -403,9 +403,6 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     file = tmp_path / "run.toml"
     file.write_text('[run]\ndir = "~/x"\nfallback_dir = "~/y"\n[data]\nmixture = { "~/a" = 1, "b~" = 2 }\n')
     config = load(str(file), ["--distill.teacher=~/t"])
-    assert (config.run.dir, config.run.fallback_dir, config.distill.teacher) == (
-        "/home/me/x",
-        "/home/me/y",
-        "/home/me/t",
-    )
+    paths = config.run.dir, config.run.fallback_dir, config.distill.teacher
+    assert paths == ("/home/me/x", "/home/me/y", "/home/me/t")
     assert list(config.data.sources) == ["/home/me/a", "b~"]

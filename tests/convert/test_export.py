@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, processors
 from boost.convert.export import export
 from boost.convert.vocabulary import read_vocabulary
 from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.train.checkpoint import open_checkpoint
 from boost.train.generate import generate
@@ -221,19 +220,6 @@ def test_bfloat16_tokenizer_and_generation_configuration(tmp_path: Path, store: 
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (0, 0, 0)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "# out\n" in card and 'from_pretrained("out", trust_remote_code=True)' in card
-
-
-def test_what_stands_in_the_way_is_left_alone(tmp_path: Path, store: Path) -> None:
-    path = save(tmp_path / "c", toy.toy_config("float32"), store / "tokenizer.json")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine").write_text("x")
-    with pytest.raises(ConfigError, match="--out = .* is not an empty folder"):
-        export(open_checkpoint(path), out, None, True, GB)
-    assert [file.name for file in out.iterdir()] == ["mine"]
-    (out / "mine").unlink()
-    export(open_checkpoint(path), out, None, True, GB)
-    assert not list(tmp_path.glob(".out*"))
 
 
 POST_PROCESSORS: dict[str, tuple[dict[str, Any], int | None]] = {

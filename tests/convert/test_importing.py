@@ -15,12 +15,9 @@ from torch import Tensor
 
 import boost
 from boost.convert.export import export
-from boost.convert.spectrum import Truncation
 from boost.data.store import TokenStore
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
-from boost.train.generate import generate
-from boost.train.sampling import Sampling
 from tests import references, toy
 from tests.convert.toys import (
     CASES,
@@ -61,83 +58,6 @@ def test_a_llama_comes_back_to_the_byte(tmp_path: Path, dtype: torch.dtype) -> N
         assert said[field] == LLAMA[field], field
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"tie_word_embeddings": True}, {"hidden_act": "linear"}, {"num_key_value_heads": 4}]
-)
-@pytest.mark.slow
-def test_an_imported_llama_is_the_function_that_transformers_has(
-    tmp_path: Path, changes: dict[str, Any], transformers: Any
-) -> None:
-    llama_folder(tmp_path / "theirs", **changes)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
-    # As transformers itself writes it: several files, and its own form of config.json.
-    theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
-    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
-    bring(tmp_path / "saved", tmp_path / "imported", file_bytes=9000)
-    decoder, checkpoint = loaded(tmp_path / "imported")
-    assert checkpoint.position.step == 0
-    assert len(list((tmp_path / "imported" / "tensors").iterdir())) > 2
-    tokens, _ = toy.toy_tokens(toy.toy_config())
-    with torch.no_grad():
-        torch.testing.assert_close(all_logits(decoder, tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.5, "pad_token_id": None,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-STOCK: list[tuple[str, dict[str, Any]]] = [
-    ("Mistral", {"head_dim": 12}),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
-    ("Qwen3", {"head_dim": 12}),
-    ("Qwen3", {"attention_bias": True, "num_hidden_layers": 1}),
-    ("SmolLM3", {"no_rope_layer_interval": 2}),
-    ("SmolLM3", {"no_rope_layers": [0, 1, 1], "attention_bias": True}),
-]
-"""Models of other classes than LLaMA."""
-
-
-@torch.no_grad()
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "fields"), STOCK)
-def test_models_of_other_classes_come_in_and_go_back(
-    kind: str, fields: dict[str, Any], tmp_path: Path, transformers: Any
-) -> None:
-    """The function to 1e-5, greedy text, the bytes of all tensors, and factors of all ranks that are the whole."""
-    torch.manual_seed(0)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **fields}))
-    for name, weight in theirs.named_parameters():
-        if name.endswith(("norm.weight", "bias")):
-            weight.add_(torch.linspace(-0.5, 0.5, weight.numel()))
-    theirs.save_pretrained(tmp_path / "theirs")
-    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
-    decoder, _ = loaded(tmp_path / "imported")
-    tokens, _ = toy.toy_tokens(toy.toy_config())
-    expected = theirs.eval()(tokens).logits
-    largest = float(expected.abs().max())
-    torch.testing.assert_close(all_logits(decoder, tokens), expected, rtol=0, atol=1e-5 * largest)
-    greedy = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    text = theirs.generate(tokens[:1, :5], **greedy)[0, 5:].tolist()
-    torch.testing.assert_close(
-        boost.Model.from_pretrained(tmp_path / "theirs")(tokens), expected, rtol=0, atol=1e-5 * largest
-    )
-    assert list(generate(decoder, tokens[0, :5].tolist(), 9, Sampling(temperature=0))) == text
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert type(again).__name__ in (f"{kind}ForCausalLM", "LlamaForCausalLM")
-    torch.testing.assert_close(again(tokens).logits, expected, rtol=0, atol=1e-5 * largest)
-    bring(tmp_path / "theirs", tmp_path / "factors", how=Truncation(rank=32))
-    close = {"rtol": 0, "atol": 1e-4 * largest}
-    torch.testing.assert_close(all_logits(loaded(tmp_path / "factors")[0], tokens), expected, **close)
-    for merge in (True, False):
-        own = transformers.AutoModelForCausalLM.from_pretrained(
-            give(tmp_path / "factors", tmp_path / f"merged-{merge}", merge), trust_remote_code=True
-        )
-        assert (type(own).__name__ == "BoostForCausalLM") != merge
-        torch.testing.assert_close(own(tokens).logits, expected, **close)
-
-
 def test_a_dense_model_that_no_class_of_transformers_computes_is_not_exported(tmp_path: Path, store: Path) -> None:
     model = {"family": "dense", "attn_bias": "qkv", "qk_norm": True}
     with pytest.raises(ConfigError, match="have no common class for dense models in transformers"):
@@ -155,10 +75,10 @@ LLAMA_3_ROPE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize(
     "changes",
     [
+        {"hidden_act": "linear"},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rope_scaling": LLAMA_3_ROPE},
         {"rope_parameters": {**LLAMA_3_ROPE, "rope_theta": 50.0}, "rope_theta": 7.0},
         {"rope_scaling": {**LLAMA_3_ROPE, "rope_theta": 50.0}, "rope_parameters": {"rope_type": "default"}},
@@ -166,26 +86,22 @@ LLAMA_3_ROPE = {
         {"rope_scaling": LLAMA_3_ROPE, "rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0},
         {"rope_scaling": {k: v for k, v in LLAMA_3_ROPE.items() if not k.startswith("original")}, "rope_theta": 50.0},
     ],
-    ids=["both", "new", "theta in the old one", "old", "theta at the top", "no original length"],
+    ids=["act", "both", "new", "theta in the old one", "old", "theta at the top", "no original length"],
 )
-def test_settings_with_two_spellings_are_read_as_transformers_does(
-    tmp_path: Path, changes: dict[str, Any], has_head: bool, transformers: Any
-) -> None:
+def test_settings_are_read_as_transformers_does(tmp_path: Path, changes: dict[str, Any], transformers: Any) -> None:
+    """Those with two spellings, too; and a folder of transformers itself, in several files and its own form of config.json."""
     config = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | changes
-    config["tie_word_embeddings"] = True
-    tensors = llama_folder(tmp_path / "theirs")
-    if not has_head:
-        del tensors["lm_head.weight"]  # otherwise it is stored, and not the embedding
-    write_folder(tmp_path / "theirs", config, tensors)
+    write_folder(tmp_path / "theirs", config, llama_folder(tmp_path / "theirs"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
-    bring(tmp_path / "theirs", tmp_path / "imported")
-    decoder, _ = loaded(tmp_path / "imported")
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     tokens, _ = toy.toy_tokens(toy.toy_config())
-    with torch.no_grad():
-        torch.testing.assert_close(all_logits(decoder, tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
-    back = load_file(give(tmp_path / "imported", tmp_path / "back") / "model.safetensors")
-    assert_same(back, tensors)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is not has_head
+    for folder, files in (("theirs", 1), ("saved", 3)):
+        assert len(list((tmp_path / folder).glob("*.safetensors"))) >= files
+        bring(tmp_path / folder, tmp_path / f"of {folder}", file_bytes=9000)
+        assert len(list((tmp_path / f"of {folder}" / "tensors").iterdir())) > 2
+        with torch.no_grad():
+            actual = all_logits(loaded(tmp_path / f"of {folder}")[0], tokens)
+            torch.testing.assert_close(actual, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 TIED = ["llama", "llama with a stored head", "cola", "cola-gqa", "lax-tensor"]
@@ -573,14 +489,8 @@ def test_a_token_after_every_text_is_named(tmp_path: Path, store: Path) -> None:
 
 def test_generation_settings_that_are_not_used_are_named(tmp_path: Path) -> None:
     llama_folder(tmp_path / "theirs")
-    settings = {
-        "_from_model_config": True,
-        "eos_token_id": [2, 3],
-        "do_sample": True,
-        "temperature": 0.6,
-        "num_beams": 1,
-    }
-    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.05}))
+    used = {"_from_model_config": True, "eos_token_id": [2, 3], "do_sample": True, "temperature": 0.6, "num_beams": 1}
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({**used, "repetition_penalty": 1.05}))
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
     assert note.endswith("fields of generation_config.json: repetition_penalty = 1.05")
 

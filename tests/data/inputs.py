@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import lzma
+from itertools import pairwise
 
 from boost.data.report import PrepareReport
 
@@ -39,6 +40,17 @@ def write_texts(folder, texts):
     for i, text in enumerate(texts):
         (folder / f"{i:02}.txt").write_text(text, "utf-8")
     return folder
+
+
+def content(store):
+    """The bytes of a store's files, by name."""
+    return {path.name: path.read_bytes() for path in sorted(store.iterdir())}
+
+
+def texts_of(store, split):
+    """The texts of a store's documents."""
+    held, ends = store.split(split), store.split(split).documents
+    return [store.tokenizer().decode(held.window(int(a), int(b - a - 1)).tolist()) for a, b in pairwise(ends)]
 
 
 def flip(file, bit=-8):

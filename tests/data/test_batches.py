@@ -22,7 +22,8 @@ from boost.parallel.mesh import share
 def make_split(n_tokens, document=5):
     offsets = np.unique(np.append(np.arange(0, n_tokens, document), n_tokens)).astype(np.int64)
     # Every token is its own position, so that a target tells which one it is.
-    return Split("train", "STORE", np.arange(n_tokens, dtype=np.uint32), offsets, n_tokens, n_tokens + 1, eos=n_tokens)
+    tokens = np.arange(n_tokens, dtype=np.uint32)
+    return Split("train", "STORE", tokens, offsets, n_tokens, n_tokens + 1, eos=n_tokens, largest_token=n_tokens)
 
 
 @settings(deadline=None, max_examples=8)
@@ -71,7 +72,7 @@ def mixed(*sizes):
     for i, n in enumerate(sizes):
         part = make_split(n)
         tokens = part.tokens + np.uint32(10_000 * i)
-        parts.append(Split("train", f"STORE{i}", tokens, part.documents, n, 100_000, eos=99_999))
+        parts.append(Split("train", f"STORE{i}", tokens, part.documents, n, 100_000, 99_999, 99_999))
     weights = [Fraction(k + 1, sum(range(len(sizes) + 1))) for k in reversed(range(len(sizes)))]
     return MixedSplit(tuple(parts), tuple(weights), tuple(f"s{i}" for i in range(len(sizes))))
 
@@ -216,7 +217,7 @@ def split_of(lengths: list[int]) -> Split:
     """Documents of these lengths, every token its own position."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     n = int(offsets[-1])
-    return Split("heldout", Path("STORE"), np.arange(n, dtype=np.uint32), offsets, n, n + 1, n)
+    return Split("heldout", Path("STORE"), np.arange(n, dtype=np.uint32), offsets, n, n + 1, n, n)
 
 
 X = IGNORED

@@ -1,6 +1,5 @@
 """`boost prepare --from-tokens`: the store holds the ids and documents of files written by hand; what is wrong is an error."""
 
-import json
 import struct
 from itertools import chain, pairwise
 
@@ -10,10 +9,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from boost.data import from_tokens
 from boost.data.from_tokens import TokenInput, byte_counter, open_token_files, prepare_tokens
-from boost.data.options import PrepareOptions, Progress, TokenOptions
-from boost.data.prepare import prepare
+from boost.data.options import Progress, TokenOptions
 from boost.data.report import PrepareReport
-from boost.data.tokenizer import train_tokenizer
+from boost.data.tokenizer import tokenizer_fingerprint, train_tokenizer
 from boost.data.verify import verify
 from boost.errors import DataError
 
@@ -99,26 +97,13 @@ def test_megatron(with_eos, tmp_path, tokenizer, ids):
     index = write_megatron(tmp_path / "x", sequences, "int32")
     result = prepare_tokens(options(tmp_path, tokenizer, index))
     check(result.store, ids)
+    assert (result.store.fingerprint, result.store.eos) == (tokenizer_fingerprint(tokenizer[0]), 0)
     assert result.store.split("train").tokens.dtype == np.dtype("<u2")
     again = prepare_tokens(options(tmp_path, tokenizer, index))
     assert again.up_to_date and not result.up_to_date
     index.write_bytes(index.read_bytes())
     with pytest.raises(DataError, match="add --overwrite to replace it"):
         prepare_tokens(options(tmp_path, tokenizer, index))
-
-
-def test_the_store_is_that_of_the_text(tmp_path, tokenizer, ids):
-    """The same documents, prepared from text and from ids, give the same tokens, apart from which are held out."""
-    index = write_megatron(tmp_path / "x", [[each] for each in ids])
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    one = prepare_tokens(options(tmp_path, tokenizer, index)).store
-    text = PrepareOptions(out=tmp_path / "b", inputs=(str(tmp_path / "x.jsonl"),), tokenizer=tokenizer[1], heldout=0.1)
-    other = prepare(text).store
-    assert one.fingerprint == other.fingerprint and one.eos == other.eos
-    both = [sorted(documents(s.split("train")) + documents(s.split("heldout"))) for s in (one, other)]
-    assert both[0] == both[1]
-    sizes = [sum(s.split(name).n_bytes for name in ("train", "heldout")) for s in (one, other)]
-    assert sizes[0] == sizes[1]
 
 
 def test_held_out_ids_of_their_own_stay_held_out(tmp_path, tokenizer, ids):
@@ -331,15 +316,11 @@ def test_a_dtype_that_cannot_be_right_is_an_error(tmp_path, tokenizer, ids):
         list(made.parts(0, 70_000, PrepareReport(), Progress()))
 
 
-def test_half_an_id_is_an_error(tmp_path):
-    (tmp_path / "x.bin").write_bytes(bytes(7))
-    with pytest.raises(DataError, match="7 bytes are not a whole number of uint16 ids"):
-        documents_of(tmp_path / "x.bin")
-
-
 def test_paths_without_tokens_are_one_line(tmp_path):
     (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "half.bin").write_bytes(bytes(7))
     for path, message in {
+        tmp_path / "half.bin": "7 bytes are not a whole number of uint16 ids",
         tmp_path: r"contains no train\.bin",
         tmp_path / "x.txt": r"not token ids; pass a Megatron-LM \.bin or \.idx",
         tmp_path / "none.bin": r"none\.bin: no such file",

@@ -106,7 +106,7 @@ def test_names_are_unique(stores: dict[str, str], tmp_path: Path) -> None:
 
 def test_the_entropy_is_that_of_the_mixed_frequencies() -> None:
     def split(tokens: list[int]) -> Split:
-        return Split("heldout", Path("S"), np.array(tokens, dtype=np.uint16), np.array([0, len(tokens)]), 1, 3, 0)
+        return Split("heldout", Path("S"), np.array(tokens, dtype=np.uint16), np.array([0, len(tokens)]), 1, 3, 0, 2)
 
     mixed = MixedSplit((split([0] * 10), split([1] * 7)), (Fraction(1, 4), Fraction(3, 4)), ("x", "y"))
     expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from boost.data.store import TokenStore
 from boost.data.tokenizer import parse_tokenizer
 from boost.data.writer import locked, sibling
 from boost.errors import DataError, StorageError
-from tests.data.inputs import write_texts
+from tests.data.inputs import content, texts_of, write_texts
 
 
 @pytest.fixture
@@ -35,17 +34,8 @@ def options(corpus, **changes):
     )
 
 
-def content(store):
-    return {path.name: path.read_bytes() for path in Path(store).iterdir()}
-
-
 def names_beside(corpus):
     return sorted(path.name for path in corpus.parent.iterdir())
-
-
-def decoded(split, store):
-    ends = split.documents
-    return [store.tokenizer().decode(split.window(int(a), int(b - a - 1)).tolist()) for a, b in pairwise(ends)]
 
 
 def test_report_store_and_files_agree(corpus):
@@ -64,7 +54,7 @@ def test_the_tokenizer_sees_the_train_split_only(corpus):
     for path in corpus.iterdir():
         path.write_text("zqzqzqzq " * 50 if key_hash(path.name) < 0.2 else "common words here " * 50)
     store = prepare(options(corpus, heldout=0.2)).store
-    assert "zqzq" in decoded(store.split("heldout"), store)[0]
+    assert "zqzq" in texts_of(store, "heldout")[0]
     assert not any("zq" in token for token in store.tokenizer().get_vocab())
 
 
@@ -224,7 +214,7 @@ def test_a_single_document_is_cut_at_a_line(tmp_path):
     store = prepare(
         PrepareOptions(out=tmp_path / "s", inputs=(str(tmp_path / "book.txt"),), tokenizer="train:300")
     ).store
-    (train,), (heldout,) = (decoded(store.split(name), store) for name in ("train", "heldout"))
+    (train,), (heldout,) = (texts_of(store, name) for name in ("train", "heldout"))
     assert train + heldout == "".join(lines) and heldout.startswith("line number ")
     assert 0.01 < len(heldout) / len(train) < 0.04
     assert any("a single document" in note for note in store.report["notes"])
@@ -272,6 +262,11 @@ def test_empty_corpora_say_what_was_skipped(tmp_path):
         ({"heldout": 0.0}, "--heldout 0.0"),
         ({"heldout": float("nan")}, "--heldout nan"),
         ({"max_documents": 0}, "--max-documents 0"),
+        ({"max_tokens": 0}, "--max-tokens 0 must be at least 1"),
+        ({"max_heldout_tokens": -1}, "--max-heldout-tokens -1"),
+        ({"heldout_split": "validation"}, "--heldout-split validation needs --hf"),
+        ({"heldout_split": "validation", "hf": "a/b", "heldout_from": ("x",)}, "conflicts with --heldout-from"),
+        ({"heldout_split": "train", "hf": "a/b"}, "is also the training split"),
         ({"out": Path("/")}, "must name a folder"),
     ],
 )

@@ -353,20 +353,17 @@ def test_an_object_that_wraps_the_records_is_read_by_its_list(indent, field, tmp
         read(FilesSource(tmp_path / "x.json", field))
 
 
+DIGITS = "Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; use "
+DIGITS += "sys.set_int_max_str_digits() to increase the limit"
+
+
 @pytest.mark.parametrize(
     ("tail", "reason", "where"),
     [
         ('{"text": oops}]', "not JSON", ["line 1, column 28: Expecting value"]),
         ('{"text": "two"', "not JSON", ["line 1, column 33: Expecting ',' delimiter"]),
         ("[" * 100_000, "not JSON", ["nested too deeply"]),
-        (
-            "1" * 5000 + "]",
-            "not JSON",
-            [
-                "Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; use "
-                "sys.set_int_max_str_digits() to increase the limit"
-            ],
-        ),
+        ("1" * 5000 + "]", "not JSON", [DIGITS]),
         ('{"text": "two"}] {"text": "lost"}', "not JSON", ["line 1, column 36: Extra data"]),
         ('{"text": "' + "x" * 900 + '"}]', "JSON longer than 500 B", []),
     ],
@@ -388,18 +385,6 @@ def test_the_text_field_is_found(tmp_path):
 
 def write_parquet(path, **columns):
     pq.write_table(pa.table(columns), path, row_group_size=100)
-
-
-def test_parquet_in_row_groups(tmp_path):
-    texts: list[str | None] = [f"row {i}" for i in range(250)]
-    texts[7], texts[130] = None, ""
-    write_parquet(tmp_path / "x.parquet", body=texts, n=list(range(250)))
-    documents, report = read(FilesSource(tmp_path / "x.parquet", text_field="body"))
-    assert documents == [(f"x.parquet:{i}", text) for i, text in enumerate(texts) if text]
-    assert skips(report) == {
-        ("x.parquet", "with a text field that is not a string"): ["row 7: NoneType"],
-        ("x.parquet", "empty"): ["row 130"],
-    }
 
 
 def test_parquet_of_the_wrong_shape(tmp_path):
@@ -453,29 +438,32 @@ def test_damaged_parquet_keeps_what_came_before(tmp_path):
     assert ("x.parquet", "damaged Parquet file") in skips(report)
 
 
-def arrow_files(folder, table):
+def table_files(folder, table):
+    """The rows as a stream, as a file and as row groups."""
     with pa.OSFile(str(folder / "a.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
     with pa.OSFile(str(folder / "b.arrow"), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
+    pq.write_table(table, folder / "c.parquet", row_group_size=7)
 
 
-def test_arrow_streams_and_files(tmp_path):
-    texts: list[str | None] = [f"row {i}" for i in range(20)]
-    texts[3], texts[4] = None, "two\r\nlines"
-    arrow_files(tmp_path, pa.table({"n": range(20), "body": pa.array(texts, pa.large_string())}))
+def test_tables_are_read_row_by_row(tmp_path):
+    texts: list[str | None] = [f"row {i}" for i in range(200)]
+    texts[3], texts[4], texts[130] = None, "two\r\nlines", ""
+    table_files(tmp_path, pa.table({"n": range(200), "body": pa.array(texts, pa.large_string())}))
     found, report = read(FilesSource(tmp_path))
-    expected = [(i, "two\nlines" if i == 4 else f"row {i}") for i in range(20) if i != 3]
-    assert found == [(f"{name}.arrow:{i}", text) for name in "ab" for i, text in expected]
-    skipped = "with a text field that is not a string"
-    assert skips(report) == {(f"{n}.arrow", skipped): ["row 3: NoneType"] for n in "ab"}
+    expected = [(i, "two\nlines" if i == 4 else f"row {i}") for i in range(200) if i not in (3, 130)]
+    names = ("a.arrow", "b.arrow", "c.parquet")
+    assert found == [(f"{name}:{i}", text) for name in names for i, text in expected]
+    reasons = {"with a text field that is not a string": ["row 3: NoneType"], "empty": ["row 130"]}
+    assert skips(report) == {(name, reason): rows for name in names for reason, rows in reasons.items()}
     assert any(name == "a.arrow" and "from column 'body'" in note for name, note in notes(report))
     assert report.consumed == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "b.arrow"])
 def test_damaged_arrow_files(name, tmp_path):
-    arrow_files(tmp_path, pa.table({"text": [f"row {i}" * 50 for i in range(20)]}))
+    table_files(tmp_path, pa.table({"text": [f"row {i}" * 50 for i in range(20)]}))
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[: len(data) // 2])
     with pytest.raises(DataError, match=rf"{name}: (damaged|not a valid) Arrow file"):

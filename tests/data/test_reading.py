@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from boost.data.store import TokenStore
 from boost.data.verify import verify
 from boost.data.writer import RESUME_FILE, sibling
 from boost.errors import DataError, StorageError
-from tests.data.inputs import flip
+from tests.data.inputs import content, flip, texts_of
 from tests.data.kills import killed_at
 from tests.data.web import Breaks, c4_texts, serve, write_c4
 
@@ -45,20 +44,11 @@ def options(c4: Path, **changes: Any) -> PrepareOptions:
     return PrepareOptions(**{**given, **changes})
 
 
-def content(store: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(store.iterdir())}
-
-
 def undisturbed(asked: PrepareOptions) -> dict[str, bytes]:
     store = prepare.prepare(asked).store.path
     found = content(store)
     shutil.rmtree(store)
     return found
-
-
-def texts(store: TokenStore, split: str) -> list[str]:
-    found, ends = store.split(split), store.split(split).documents
-    return [store.tokenizer().decode(found.window(int(a), int(b - a - 1)).tolist()) for a, b in pairwise(ends)]
 
 
 class Stop(BaseException):
@@ -83,8 +73,8 @@ class StopAt(Progress):
 
 def test_held_out_text_has_its_own_source(c4: Path) -> None:
     store = prepare.prepare(options(c4)).store
-    assert texts(store, "heldout") == c4_texts("validation", 0, 40)
-    assert texts(store, "train") == [text for shard in range(3) for text in c4_texts("train", shard, 40)]
+    assert texts_of(store, "heldout") == c4_texts("validation", 0, 40)
+    assert texts_of(store, "train") == [text for shard in range(3) for text in c4_texts("train", shard, 40)]
     both = prepare.prepare(options(c4, inputs=(str(c4),), out=c4.parent / "folder")).store
     assert both.content("train") == store.content("train")
     (skipped,) = [each["skipped"] for each in both.report["sources"] if each["name"] == str(c4)]
@@ -113,21 +103,6 @@ def test_a_limit_works_without_a_separate_split(c4: Path) -> None:
     assert 1000 <= store.split("train").n_tokens < 1200 and store.split("heldout").n_documents > 0
     with pytest.raises(DataError, match="held-out text is empty: .*; raise --max-tokens"):
         prepare.prepare(options(c4, out=c4.parent / "b", heldout_from=(), heldout=0.005, max_tokens=1))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heldout_split": "validation", "heldout_from": ()}, "--heldout-split validation needs --hf"),
-        ({"heldout_split": "validation", "hf": "a/b"}, "conflicts with --heldout-from"),
-        ({"heldout_split": "train", "hf": "a/b", "heldout_from": ()}, "is also the training split"),
-        ({"max_tokens": 0}, "--max-tokens 0 must be at least 1"),
-        ({"max_heldout_tokens": -1}, "--max-heldout-tokens -1"),
-    ],
-)
-def test_wrong_options_of_the_split(c4: Path, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        prepare.prepare(options(c4, **change))
 
 
 LIMITED = {"max_tokens": 2500, "max_heldout_tokens": 500}

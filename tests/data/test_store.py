@@ -27,7 +27,7 @@ def store(tmp_path):
 def split_of(lengths, dtype=np.uint16):
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = np.arange(offsets[-1]).astype(dtype) % 7
-    return Split("train", "STORE", tokens, offsets, n_bytes=1, vocab_size=7, eos=0)
+    return Split("train", "STORE", tokens, offsets, n_bytes=1, vocab_size=7, eos=0, largest_token=6)
 
 
 def test_arrays_are_read_when_asked_for(store):

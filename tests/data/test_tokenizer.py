@@ -270,17 +270,6 @@ def test_eos_by_name_by_config_by_guess_or_an_error(tmp_path):
         tk.find_eos(word_level("?", "a"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_the_end_token_is_the_one_that_transformers_finds(file, tmp_path):
-    tokenizer = word_level("?", "</s>", "<|endoftext|>")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / file).write_text(json.dumps({"eos_token": "</s>"}))
-    assert (
-        tk.find_eos(tokenizer, spec=tmp_path) == tk.find_eos(tokenizer, spec=tmp_path / "tokenizer.json") == ("</s>", 1)
-    )
-
-
 def test_vocabulary_with_holes():
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a"))
     assert tk.vocabulary_size(tokenizer) == 10

@@ -1,4 +1,4 @@
-"""`LowRankLinear` on its own, and what LoRA by peft makes of it: it finds the factors, because they are plain linears."""
+"""`LowRankLinear` on its own."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import boost
 from boost.errors import ConfigError
 from boost.nn import LowRankLinear
 
@@ -85,32 +84,3 @@ def test_a_merge_loses_nothing(change: Any, said: str) -> None:
     change(factors)
     with pytest.raises(ConfigError, match=f"{said}.*; merge the adapter first"):
         factors.merged()
-
-
-@pytest.mark.parametrize("family", ["cola", "svd", "lax", "dense"])
-@pytest.mark.slow
-def test_adapters_train_and_merge(family: str) -> None:
-    import peft
-
-    torch.manual_seed(0)  # of the adapters
-    rank = {} if family == "dense" else {"rank": 8}
-    model = boost.nn.Decoder(family=family, vocab_size=64, dim=32, ffn_dim=48, layers=2, heads=4, **rank)
-    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
-    tokens, targets = tokens[:, :-1], tokens[:, 1:]
-    before = model(tokens)
-    targeted = ["q_proj", "v_proj", "down_proj"] if family == "dense" else ["q_proj.A", "q_proj.B", "down_proj.B"]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targeted))  # type: ignore[arg-type]
-    torch.testing.assert_close(adapted(tokens), before, msg="an adapter begins as nothing")
-    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    optimizer, losses = torch.optim.Adam(trained, lr=1e-2), []
-    for _ in range(15):
-        loss = adapted(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.02
-    expected = adapted(tokens)
-    merged = adapted.merge_and_unload()
-    assert isinstance(merged, boost.nn.Decoder)
-    torch.testing.assert_close(merged(tokens), expected, rtol=1e-4, atol=1e-5)

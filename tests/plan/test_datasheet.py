@@ -15,10 +15,8 @@ def test_a_line_is_a_profile() -> None:
     card = load_hardware(CARD)
     assert card.peak_flops("bfloat16") == 165e12 and card.speeds.memory_gb_s == 1008 and card.per_node == 8
     assert card.memory_gb == pytest.approx(25.5) and card.node.name == "PCIe" and card.node.gb_s == 22
-    assert (
-        origin(card, "memory_gb") == "datasheet"
-        and origin(card, "speeds.gemm.bfloat16") == origin(card, "node.gb_s") == "estimate"
-    )
+    assert origin(card, "memory_gb") == "datasheet"
+    assert origin(card, "speeds.gemm.bfloat16") == origin(card, "node.gb_s") == "estimate"
     wide = load_hardware("tflops=165, mem=24, bw=1008, link=300, net=400, per_node=4, fp32=80")
     assert (wide.node.name, wide.node.gb_s, wide.network.gb_s, wide.per_node) == ("NVLink", 300, 45, 4)
     assert wide.peak_flops("float32") == 80e12

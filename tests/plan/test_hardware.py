@@ -71,9 +71,8 @@ ALONE = {"a100-80g": (0.87, 0.12), "h100-80g": (0.94, 0.09), "b200-180g": (0.74,
 """(fraction of peak of a GEMM that is timed in isolation, below the power limit; allowed mean error). For H100 it differs from the
 profile, which describes sustained training."""
 
-ALL_REDUCES: dict[
-    str, Any
-] = {  # (processes, {MiB: GB/s sent by one process, nccl-tests' bus bandwidth}, allowed mean error)
+# (processes, {MiB: GB/s sent by one process, nccl-tests' bus bandwidth}, allowed mean error)
+ALL_REDUCES: dict[str, Any] = {
     "a100-80g": (4, {1: 42, 64: 169, 1024: 205}, 0.12),
     "a100-80g-8": (8, {1: 36, 4: 71, 8: 90, 16: 109, 32: 133, 64: 167, 128: 174, 256: 214, 1024: 228}, 0.06),
     "h100-80g": (8, {1: 44, 8: 172, 16: 234, 64: 362, 256: 423, 1024: 466}, 0.05),
@@ -115,16 +114,10 @@ def test_no_profile_exceeds_its_datasheet(name: str) -> None:
     }
     words["PCIe"] = "PCIe 5" if hardware.architecture == "h100-pcie" else "PCIe 4"
     link = LINKS[words.get(hardware.node.name, hardware.node.name)]
-    assert hardware.node.gb_s <= link and hardware.network.gb_s <= port_gbit(hardware.title) / 8
+    port = re.search(r"one (\d+) Gb/s", hardware.title)
+    assert port and hardware.node.gb_s <= link and hardware.network.gb_s <= float(port[1]) / 8
     # A switch that performs the reduction receives a sum once, which counts as 2 (n - 1) / n of its bytes.
     assert all(gb_s <= link * 2 * (n - 1) / n for n, gb_s in hardware.node.all_reduce)
-
-
-def port_gbit(title: str) -> float:
-    """Gb/s of each GPU's network port, as the title of a profile states them."""
-    found = re.search(r"one (\d+) Gb/s", title)
-    assert found, title
-    return float(found[1])
 
 
 @pytest.mark.parametrize("name", list(MEMORY_GIB))

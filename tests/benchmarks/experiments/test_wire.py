@@ -131,15 +131,8 @@ def test_halves_are_predicted_to_pay_where_they_were_measured_to() -> None:
     (group,) = HALVES.groups
     gains = wire.predicted_gains(HALVES, group.configs("demo", []), Path("benchmarks/results/validation.json"))
     assert list(gains) == list(HALVES.marked) and len(gains) == 5
-    assert (
-        0.85
-        < gains["10% of a step"]
-        < gains["17% of a step"]
-        < 1
-        < gains["30% of a step"]
-        < gains["50% of a step"]
-        < 1.25
-    )
+    ten, seventeen, thirty, fifty = (gains[f"{percent}% of a step"] for percent in (10, 17, 30, 50))
+    assert 0.85 < ten < seventeen < 1 < thirty < fifty < 1.25
     assert wire.predicted_gains(HALVES, {}, Path("no result")) == {}
 
 
