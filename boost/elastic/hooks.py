@@ -64,9 +64,10 @@ class TakeOver(Hook):
         if not trainer.takes_over:
             return
         take_terminal()
+        lock = trainer.run.lock = RunLock(trainer.run.path, trainer.run.token)
         try:
-            trainer.run.lock = self._lock.enter_context(RunLock(trainer.run.path, trainer.run.token))
-        except StorageError as error:
+            self._lock.enter_context(lock)
+        except StorageError as error:  # saves ask again whether this run still owns the directory
             log.warning("%s; training continues without the lock on the run directory", error)
 
     def teardown(self, trainer: Trainer) -> None:

@@ -14,14 +14,33 @@ from boost.elastic.hooks import SlowReplicas, slow_members
 from boost.elastic.membership import Decision, Member
 from boost.elastic.session import Admission
 from boost.elastic.step import RecoverableStepper
+from boost.errors import LostRunError, StorageError
 from boost.parallel.gradients import StepFlags
 from boost.train.heartbeat import Beat
+from boost.train.run_lock import LOCK_FILE, RunLock
 
 MEMBERS = tuple(Member(replica, f"{replica}.0") for replica in range(3))
 
 
 def beats(*pace: float) -> list[Beat]:
     return [Beat(rank, 1, incarnation=f"{rank // 2}.0", pace=each) for rank, each in enumerate(pace)]
+
+
+def test_a_directory_whose_lock_cannot_be_taken_over_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves must still see that another run has it meanwhile."""
+
+    def fail(lock: RunLock) -> None:
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(RunLock, "__enter__", fail)
+    monkeypatch.setattr(hooks, "take_terminal", lambda: None)
+    run = SimpleNamespace(path=tmp_path, token="ours", lock=None)
+    hooks.TakeOver().setup(SimpleNamespace(takes_over=True, run=run))
+    (tmp_path / LOCK_FILE).write_text('{"token": "theirs"}')
+    with pytest.raises(LostRunError):
+        run.lock.require_held()
 
 
 def test_the_slowest_process_of_a_replica_counts() -> None:
