@@ -148,7 +148,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> "Mesh":
 
     checkpoint, config, mesh, decoder = open_model(args, read_tokenizer)
     (tokenizer,) = tokenizers
-    bos, eos = checkpoint.data.get("bos"), checkpoint.data["eos"]
+    bos, eos = checkpoint.data.get("bos"), checkpoint.data.get("eos")
     if bos is None and eos is None:
         raise ConfigError(
             f"'{checkpoint.path}' has no bos or eos token, but --tasks requires one; import the model with a tokenizer that has one"

@@ -221,7 +221,7 @@ class Generation:
         if self.mesh.size == 1:  # other layouts round after multiplying weights, not before
             prepare_inference(self._model, 1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
         self._sampling = _sampling(args, (checkpoint.data.get(HUB) or {}).get("generation", {}))
-        self._eos, self._ends = checkpoint.data["eos"], end_tokens(checkpoint.data)
+        self._eos, self._ends = checkpoint.data.get("eos"), end_tokens(checkpoint.data)
         self._plain = PlainText(self._tokenizer, self._eos)
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
         self._bos = checkpoint.data.get("bos")

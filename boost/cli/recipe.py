@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from boost.config.recipes import HealRecipe, Recipe, find_recipe, heals, recipes
 from boost.errors import ConfigError, DataError
 from boost.files import replace_text
 from boost.format import format_bytes, format_count
-from boost.paths import read_record
+from boost.paths import read_record_as
 from boost.text import JsonObject
 
 if TYPE_CHECKING:
@@ -231,6 +231,21 @@ def final_evaluation(config: Config) -> JsonObject | None:
     return last
 
 
+@dataclass(frozen=True)
+class RecipeResult:
+    """Contents of recipe.json."""
+
+    recipe: str
+    perplexity: float
+    heldout_tokens: int
+    perplexity_of_all_tokens: float
+    step: int
+    training_tokens: int
+    published: float | None
+    source: str
+    complete: bool
+
+
 def compare(recipe: Recipe, config: Config) -> None:
     """Evaluates as the publication does, prints both perplexities, and writes recipe.json to the run directory."""
     from boost.train.best_effort import best_effort
@@ -239,35 +254,35 @@ def compare(recipe: Recipe, config: Config) -> None:
     whole = final_evaluation(config)
     assert whole is not None
     share, same = tokens_of(config) / tokens_of(recipe.config()), config.model == recipe.config().model
-    facts = read_record(path)
-    if facts.get("step") != config.train.steps:
+    facts = read_record_as(path, RecipeResult)
+    if facts is None or facts.step != config.train.steps:
         _, result = evaluate_heldout(config.run.dir, config, by_document=True)
-        facts = {
-            "recipe": recipe.name,
-            "perplexity": result.perplexity,
-            "heldout_tokens": result.tokens,
-            "perplexity_of_all_tokens": whole["perplexity"],
-            "step": config.train.steps,
-            "training_tokens": tokens_of(config),
-            "published": recipe.perplexity,
-            "source": recipe.source,
-            "complete": same and share == 1,
-        }
+        facts = RecipeResult(
+            recipe=recipe.name,
+            perplexity=result.perplexity,
+            heldout_tokens=result.tokens,
+            perplexity_of_all_tokens=whole["perplexity"],
+            step=config.train.steps,
+            training_tokens=tokens_of(config),
+            published=recipe.perplexity,
+            source=recipe.source,
+            complete=same and share == 1,
+        )
         with best_effort(f"write {path}"):
-            replace_text(path, json.dumps(facts, indent=2) + "\n")
+            replace_text(path, json.dumps(asdict(facts), indent=2) + "\n")
 
     if recipe.perplexity is None:
         published = f"- ({recipe.source})"
     elif same and share == 1:
         published = (
-            f"{recipe.perplexity:.2f} ({recipe.source}); this run: {facts['perplexity'] / recipe.perplexity - 1:+.1%}"
+            f"{recipe.perplexity:.2f} ({recipe.source}); this run: {facts.perplexity / recipe.perplexity - 1:+.1%}"
         )
     else:
         reason = f"{'' if same else 'another model and '}{share:.2%} of the published tokens"
         published = f"{recipe.perplexity:.2f} ({recipe.source}); not comparable: this run used {reason}"
     rows = {
-        "perplexity": f"{facts['perplexity']:.2f} on the first {config.train.seq_len} tokens of each held-out document, as "
-        f"published ({format_count(facts['heldout_tokens'])} tokens)",
+        "perplexity": f"{facts.perplexity:.2f} on the first {config.train.seq_len} tokens of each held-out document, as "
+        f"published ({format_count(facts.heldout_tokens)} tokens)",
         "all tokens": f"{whole['perplexity']:.2f} on whole documents",
         "published": published,
     }

@@ -9,7 +9,11 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
 
 from boost.cli.inference import evaluate_heldout
 from boost.cli.terminal import print_fact, print_rows, result_console
@@ -20,10 +24,29 @@ from boost.config.recipes import HealRecipe, tokens_of
 from boost.errors import ConfigError, DataError
 from boost.files import new_folder, replace_text
 from boost.format import format_bytes, format_count
-from boost.paths import read_record
+from boost.paths import read_record_as
 
 READERS = ("transformers", "gguf")
 """Packages that read the weights."""
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    model: str
+    checkpoint: str
+    parameters: PositiveInt
+    heldout_tokens: int
+    loss: float
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class HealResult:
+    """Contents of recipe.json."""
+
+    recipe: str
+    training_tokens: int
+    models: Annotated[list[EvaluatedModel], Field(min_length=1)]
 
 
 class Healing:
@@ -162,26 +185,25 @@ class Healing:
         """Evaluates the three models, prints a table, and writes it to the run directory. Only prints what is already there."""
         from boost.train.best_effort import best_effort
 
-        facts = read_record(self.result)
-        if facts.get("training_tokens") != tokens_of(self.config):
+        facts = read_record_as(self.result, HealResult)
+        if facts is None or facts.training_tokens != tokens_of(self.config):
             models = {"dense": self.dense, "factorized": self.low_rank, "healed": self.run}
-            rows = [{"model": name, **self.evaluate(checkpoint)} for name, checkpoint in models.items()]
-            facts = {"recipe": self.recipe.name, "training_tokens": tokens_of(self.config), "models": rows}
+            rows = [self.evaluate(name, checkpoint) for name, checkpoint in models.items()]
+            facts = HealResult(self.recipe.name, tokens_of(self.config), rows)
             with best_effort(f"write {self.result}"):
-                replace_text(self.result, json.dumps(facts, indent=2) + "\n")
-        whole = facts["models"][0]["parameters"]
+                replace_text(self.result, json.dumps(asdict(facts), indent=2) + "\n")
         cells = []
-        for row in facts["models"]:
-            parameters = f"{row['parameters']:,} ({row['parameters'] / whole:.1%})"
-            cells.append((row["model"], parameters, f"{row['perplexity']:.2f}", row["checkpoint"]))
+        for row in facts.models:
+            parameters = f"{row.parameters:,} ({row.parameters / facts.models[0].parameters:.1%})"
+            cells.append((row.model, parameters, f"{row.perplexity:.2f}", row.checkpoint))
         print()
         print_rows(("model", "parameters", "perplexity", "checkpoint"), cells, right=("parameters", "perplexity"))
 
-    def evaluate(self, checkpoint: Path) -> dict[str, object]:
-        """Parameters of a checkpoint, and its loss on held-out text in sequences as long as those that heal."""
+    def evaluate(self, name: str, checkpoint: Path) -> EvaluatedModel:
+        """Evaluates a checkpoint on held-out text in sequences as long as those that heal."""
         config, result = evaluate_heldout(checkpoint, self.config, isolate=False, max_tokens=self.recipe.heldout_tokens)
-        facts = {"heldout_tokens": result.tokens, "loss": result.loss, "perplexity": result.perplexity}
-        return {"checkpoint": str(checkpoint), "parameters": parameter_count(config.model), **facts}
+        parameters = parameter_count(config.model)
+        return EvaluatedModel(name, str(checkpoint), parameters, result.tokens, result.loss, result.perplexity)
 
 
 def _convert(gguf: Path, out: Path) -> None:

@@ -83,6 +83,9 @@ def test_from_the_data_to_the_comparison(c4: Path, capsys: Capture) -> None:
         and "eval" not in again
     )
     assert json.loads(Path("runs/c4-60m-384/recipe.json").read_text()) == found
+    Path("runs/c4-60m-384/recipe.json").write_text('{"step": 6, "perplexity": "low"}')  # is evaluated again
+    assert done(capsys, *command(c4)).splitlines()[-3:] == again.splitlines()[-3:]
+    assert json.loads(Path("runs/c4-60m-384/recipe.json").read_text()) == found
 
 
 def test_too_little_data_is_an_error(c4: Path, capsys: Capture) -> None:
