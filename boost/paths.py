@@ -6,10 +6,15 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter
 
 from boost.errors import BoostError, DataError
 from boost.format import format_bytes
 from boost.text import JsonObject, brief
+
+Record = TypeVar("Record")
 
 _MAX_BYTES = 200
 """Maximum length of a name. File systems allow 255 bytes, including any suffix that a caller adds."""
@@ -70,6 +75,15 @@ def read_record(path: Path | str) -> JsonObject:
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_record_as(path: Path | str, kind: type[Record]) -> Record | None:
+    """The record in a file that a run keeps for itself, as a dataclass; None if there is none, or none of this kind. Raises OSError
+    as `read_record`."""
+    try:
+        return TypeAdapter(kind).validate_json(read_text(path), strict=True) if is_file(path) else None
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def file_name(

@@ -160,7 +160,7 @@ def generate_process(args: argparse.Namespace) -> int:
     ends, longest = end_tokens(checkpoint.data), 0
     # A single text appears token by token.
     streams = len(args.given) == args.samples == 1 and not args.json
-    plain = PlainText(tokenizer, checkpoint.data["eos"])
+    plain = PlainText(tokenizer, checkpoint.data.get("eos"))
     given = [(prompt, _encode(plain, prompt, checkpoint)) for prompt in args.given]
 
     def show(text: str, end: str = "\n") -> None:
@@ -197,7 +197,7 @@ def generate_process(args: argparse.Namespace) -> int:
 def _encode(plain: PlainText, prompt: str, checkpoint: "Checkpoint") -> list[int]:
     """Tokens of a prompt. Raises ConfigError if there are none."""
     # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
-    start, eos = checkpoint.data.get("bos"), checkpoint.data["eos"]
+    start, eos = checkpoint.data.get("bos"), checkpoint.data.get("eos")
     tokens, vocabulary = ([] if start is None else [start]) + plain.encode(prompt), checkpoint.config.model.vocab_size
     tokens = tokens or ([] if eos is None else [eos])
     if not tokens:

@@ -91,7 +91,7 @@ class SpikeDetector:
         """(mean of the recent healthy steps, limit: `sigma` deviations above it)."""
         values = self._recent[name]
         mean = sum(values) / len(values)
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        deviation = math.dist(values, [mean] * len(values)) / math.sqrt(len(values))
         return mean, mean + sigma * max(deviation, FLOOR * mean)
 
 

@@ -8,6 +8,8 @@ from boost.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-4
 """At lower temperatures, logits overflow, and sampling is greedy anyway."""
+MAX_TEMPERATURE = 1e18
+"""At higher temperatures, an integer overflows, and sampling is uniform anyway."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ConfigError if a parameter is invalid. The error names the field, its value and a valid value."""
-        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")):
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE):
             raise ConfigError(
                 f"--temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}; the usual value is 0.8"
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed = {self.seed} must be between 0 and {2**63 - 1}; the usual value is 0")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        if type(self.top_k) is not int or not 0 <= self.top_k < 2**63:
             raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; nearest valid value: 0")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; nearest valid value: 1.0 (off)")

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -149,6 +150,17 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
     "too many updates": ({"updates": 2}, "updates = 2 is more than step = 1"),
     "another sample": ({"next_sample": 3}, "state.json has next_sample = 3 instead of 2 (1 x global batch 2)"),
     "text": ({"step": "1"}, "step: Input should be a valid integer"),
+    "statistics of unequal length": ({"recent": {"loss": [1.0], "gradient_norm": []}}, "recent must have lists of one"),
+    "one statistic": ({"recent": {"loss": [1.0]}}, "recent must have lists of one length, gradient_norm and loss"),
+    "no number": ({"recent": {"loss": [math.nan], "gradient_norm": [1.0]}}, "recent.loss.0: "),
+    "no end token": ({"data": {"eos": -1}}, "data.eos: "),
+    "settings that are a list": ({"data": {"hub": [1]}}, "data.hub: Input should be a valid dictionary"),
+    "tokenizer settings": ({"data": {"hub": {"tokenizer": None}}}, "data.hub.tokenizer: "),
+    "a template": ({"data": {"hub": {"chat_templates": {"default": 3}}}}, "data.hub.chat_templates.default: "),
+    "end tokens": ({"data": {"hub": {"generation": {"eos_token_id": [[1]]}}}}, "data.hub.generation.eos_token_id"),
+    "sources": ({"data": {"sources": [3]}}, "data.sources.0: "),
+    "tied": ({"data": {"parameters": {"tied": [[]]}}}, "data.parameters.tied.0: "),
+    "frozen": ({"data": {"parameters": {"frozen": ["x"]}}}, "names a parameter that is not in the model: 'x'"),
     "no configuration": ({"config": {"model": {"layers": "x"}}}, "configuration"),
 }
 
@@ -201,6 +213,11 @@ def test_a_step_that_is_none_is_no_record(tmp_path: Path, step: str) -> None:
     for name in ("best.json", "last-saved.json"):
         (tmp_path / name).write_text(f'{{"step": {step}, "heldout_loss": 1.0}}')
     assert ckpt.read_best(tmp_path) is None
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001/manifest.json").touch()
+    for loss, is_record in (("1.5", True), ("NaN", False), ('"1.5"', False)):
+        (tmp_path / "best.json").write_text(f'{{"step": 1, "heldout_loss": {loss}}}')
+        assert (ckpt.read_best(tmp_path) is not None) == is_record
     assert (RunDirectory(tmp_path).recorded_save() or (None, None))[1] in (None, int(1e300))
 
 

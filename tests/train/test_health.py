@@ -77,6 +77,9 @@ def test_few_steps_and_sigma_zero_know_no_spike_but_every_divergence_and_steps_a
     for _ in range(MIN_HEALTHY):
         found.judge(metrics(2.0), skipped=False)
     assert found.judge(metrics(2.2), skipped=False) is None
+    found = SpikeDetector(6.0, VOCABULARY)
+    for step in range(MIN_HEALTHY + 1):  # norms whose squares overflow
+        assert found.judge(metrics(2.0, 1e200 * (step % 2)), skipped=False) is None
 
 
 class Rates(Warnings):

@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from xxhash import xxh3_128
 
-from boost.paths import is_file, is_folder, read_record, status
+from boost.paths import is_file, is_folder, read_record, read_record_as, status
 from boost.train.rundir import replace_json
 
 log = logging.getLogger("boost")
@@ -189,8 +189,8 @@ def publish(temporary: Path, final: Path, entries: Mapping[str, FileEntry]) -> l
 class BestCheckpoint:
     """The checkpoint with the lowest held-out loss, as recorded in best.json."""
 
-    step: int
-    heldout_loss: float
+    step: Annotated[int, Field(ge=0, lt=10**10)]
+    heldout_loss: FiniteFloat
     """Nats per token."""
 
 
@@ -200,12 +200,8 @@ def write_best(folder: Path, best: BestCheckpoint) -> None:
 
 def read_best(folder: Path) -> BestCheckpoint | None:
     """A run's best checkpoint; None if none is recorded, or if it was deleted. Raises OSError."""
-    values = read_record(folder / BEST_FILE)
-    try:
-        best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
-        return best if is_file(checkpoint_path(folder, best.step) / MANIFEST_FILE) else None
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
+    best = read_record_as(folder / BEST_FILE, BestCheckpoint)
+    return best if best and is_file(checkpoint_path(folder, best.step) / MANIFEST_FILE) else None
 
 
 def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int]) -> None:

@@ -35,7 +35,7 @@ from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, Re
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
 from boost.paths import is_file, status
-from boost.text import JsonObject
+from boost.text import JsonObject, brief
 from boost.train.agreement import root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.commit import (
     MANIFEST_FILE,
@@ -213,6 +213,12 @@ def _open_folder(path: Path) -> Checkpoint:
         raise DamagedCheckpointError(f"'{path}/{STATE_FILE}' has a malformed configuration: {error}") from None
     except BoostError as error:
         raise CheckpointError(f"'{path}/{STATE_FILE}' has an invalid configuration: {error}") from None
+    traits = state.data.get("parameters") or {}
+    named_parameters = {*traits.get("frozen", ()), *itertools.chain(*traits.get("tied", ()))}
+    if unknown := named_parameters - {parameter.name for parameter in parameters(config.model)}:
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: {STATE_FILE} names a parameter that is not in the model: {brief(min(unknown))}"
+        )
     if (named := step_of(path)) not in (None, state.step):
         raise DamagedCheckpointError(f"'{path}' is damaged: {STATE_FILE} has step = {state.step} instead of {named}")
     trained = state.step + state.skipped_steps

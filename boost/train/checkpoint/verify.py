@@ -23,8 +23,19 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    RootModel,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+    with_config,
+)
 from safetensors import SafetensorError, safe_open
+from typing_extensions import TypedDict
 
 from boost.config.architecture import parameters
 from boost.config.schema import ModelConfig
@@ -187,6 +198,53 @@ class Position:
     """Loss and gradient norm of recent healthy steps, for comparison with the steps after a resume (`boost.train.health`)."""
 
 
+RECENT = {"loss", "gradient_norm"}
+"""Keys of `Position.recent`."""
+
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+_OPEN = ConfigDict(extra="allow", strict=True)
+
+
+@with_config(_OPEN)
+class _Generation(TypedDict, total=False):
+    eos_token_id: Token | list[Token] | None
+
+
+@with_config(_OPEN)
+class _Hub(TypedDict, total=False):
+    """What commands read of the settings of a Hugging Face folder."""
+
+    tokenizer: JsonObject
+    chat_templates: dict[str, str]
+    generation: _Generation
+
+
+@with_config(_OPEN)
+class _Source(TypedDict):
+    content: str
+
+
+@with_config(_OPEN)
+class _Traits(TypedDict, total=False):
+    frozen: list[str]
+    tied: list[Annotated[list[str], Field(min_length=1)]]
+
+
+@with_config(_OPEN)
+class CheckpointData(TypedDict, total=False):
+    """What commands read of a checkpoint's data."""
+
+    tokenizer: str | None
+    content: str | None
+    sources: list[_Source]
+    eos: Token | None
+    bos: Token | None
+    context: Counted | None
+    hub: _Hub | None
+    parameters: _Traits | None
+
+
 class CheckpointState(BaseModel):
     """Contents of state.json. Ignores unknown keys, which other releases may add."""
 
@@ -205,8 +263,8 @@ class CheckpointState(BaseModel):
     skipped_steps: Counted = 0
     trouble: str = ""
     doubt: str = ""
-    recent: dict[str, list[float]] = {}
-    data: JsonObject
+    recent: dict[str, list[FiniteFloat]] = {}
+    data: CheckpointData
     config: JsonObject
 
     @model_validator(mode="after")
@@ -215,6 +273,8 @@ class CheckpointState(BaseModel):
             raise ValueError(f"updates = {self.updates} is more than step = {self.step}")
         if (self.tokens > 0) != (self.step > 0):
             raise ValueError(f"tokens = {self.tokens} is inconsistent with step = {self.step}")
+        if len(set(map(len, self.recent.values()))) > 1 or self.recent.keys() not in (set(), RECENT):
+            raise ValueError(f"recent must have lists of one length, {' and '.join(sorted(RECENT))}")
         return self
 
 

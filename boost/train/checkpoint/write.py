@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,15 @@ from boost.train.checkpoint.commit import (
     write_synced,
 )
 from boost.train.checkpoint.reshard import Key, LocalSlice, assign, local_slices, random_states
-from boost.train.checkpoint.verify import NEXT_SAMPLE, OFFSETS, SHARDING, STEP, CheckpointState, Position
+from boost.train.checkpoint.verify import (
+    NEXT_SAMPLE,
+    OFFSETS,
+    SHARDING,
+    STEP,
+    CheckpointData,
+    CheckpointState,
+    Position,
+)
 from boost.train.heartbeat import background_save
 from boost.train.model import Model
 
@@ -175,7 +183,7 @@ class CheckpointSaver:
             doubt=position.doubt,
             recent=position.recent,
             processes=self._mesh.size,
-            data=self._data,
+            data=cast(CheckpointData, self._data),
             config=self._config.model_dump(),
         )
         slices = self._slices()
@@ -432,7 +440,13 @@ def finish_weights(
     """Adds the state at step 0, before any optimizer update, and the files in `texts`. Moves the complete checkpoint to its final
     path, where it replaces an earlier one."""
     state = CheckpointState(
-        step=0, tokens=0, updates=0, next_sample=0, processes=1, data=data, config=config.model_dump()
+        step=0,
+        tokens=0,
+        updates=0,
+        next_sample=0,
+        processes=1,
+        data=cast(CheckpointData, data),
+        config=config.model_dump(),
     )
     for name, text in ((STATE_FILE, json.dumps(state.model_dump(), indent=2)), *texts):
         (temporary / name).write_text(text, encoding="utf-8")
