@@ -183,7 +183,7 @@ def read_folder(path: Path) -> Folder:
     _require_supported(kind, content, where)
     context = content.get("max_position_embeddings")
     context = 2048 if context is None else context
-    if not isinstance(context, int) or isinstance(context, bool) or context < 1:
+    if type(context) is not int or not 1 <= context < 2**63:
         raise ConfigError(f"max_position_embeddings = {context!r} in {where} must be a positive integer")
     window = _sliding_window(kind, content, where)
     if window is not None and window < context:

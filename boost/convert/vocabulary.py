@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter, ValidationError
+
 from boost.convert.formats import read_json
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_tokenizer, tokenizer_fingerprint
 from boost.errors import ConfigError, DataError
@@ -12,6 +14,7 @@ from boost.paths import file_name, read_text
 from boost.text import JsonObject, brief
 from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.checkpoint.commit import STATE_FILE
+from boost.train.checkpoint.verify import EndTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -131,9 +134,8 @@ def tokenizer_files(
     config = merged_tokenizer_config(ours, hub)
     for token_name in [key for key in config if key.endswith("_token")]:
         named = config[token_name].get("content") if isinstance(config[token_name], dict) else config[token_name]
-        if (
-            not isinstance(named, str) or named not in tokenizer.get_vocab()
-        ):  # transformers would add it, with an id outside the embedding
+        # transformers would add it, with an id outside the embedding.
+        if not isinstance(named, str) or named not in tokenizer.get_vocab():
             config.pop(token_name)
             config |= {key: value for key, value in ours.items() if key == token_name}
     config[_ORIGINAL_KEY] = original  # even if unchanged: transformers replaces an empty post_processor on saving
@@ -172,13 +174,13 @@ def read_generation_settings(folder: Path) -> JsonObject:
     eos = read_json(folder / "config.json", "fix it").get("eos_token_id")
     if isinstance(eos, list) and eos:  # a checkpoint stores one eos; chat models list end-of-turn tokens too
         generation = {"eos_token_id": eos, **generation}
-    ends = generation.get("eos_token_id")
-    if not all(
-        type(token) is int and 0 <= token < 2**31 for token in (ends if isinstance(ends, list) else [ends or 0])
-    ):
+    try:
+        TypeAdapter(EndTokens).validate_python(generation.get("eos_token_id"), strict=True)
+    except ValidationError:
+        ends = brief(generation["eos_token_id"])
         raise ConfigError(
-            f"eos_token_id = {brief(ends)} in '{folder}' is not a token id or a list of them; fix or remove it"
-        )
+            f"eos_token_id = {ends} of '{folder}' is neither a token id nor a list of them; fix it"
+        ) from None
     return {"generation": generation} if generation else {}
 
 

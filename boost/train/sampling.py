@@ -45,7 +45,8 @@ class Sampling:
         """Raises ConfigError if a parameter is invalid. The error names the field, its value and a valid value."""
         if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE):
             raise ConfigError(
-                f"--temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}; the usual value is 0.8"
+                f"--temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}, up to {MAX_TEMPERATURE:g}; "
+                "the usual value is 0.8"
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed = {self.seed} must be between 0 and {2**63 - 1}; the usual value is 0")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import boost
+from boost.errors import ConfigError
 from boost.train.checkpoint import WeightReader, open_checkpoint
 from boost.train.metrics import read_metrics
 from tests.cli.commands import Capture, done, llama_of, say
@@ -75,6 +76,10 @@ def test_generation_samples_as_the_folder_says(llama: Path, tmp_path: Path, caps
     assert done(capsys, *words) == greedy != done(capsys, *words, "--top-k", "0")
     model = boost.Model.from_pretrained(llama)
     assert model.generate("def ", 8) == json.loads(greedy)["text"] != model.generate("def ", 8, top_k=0)
+    for name, value in (("temperature", 10**30), ("top_k", True)):
+        (llama / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}))
+        with pytest.raises(ConfigError, match=f"{name} = {value} in the imported generation_config.json is not valid"):
+            boost.Model.from_pretrained(llama).generate("def ", 8)
 
 
 @pytest.mark.slow

@@ -305,11 +305,11 @@ def test_a_family_of_another_package(capsys: Capture, monkeypatch: pytest.Monkey
             if config.parallel.dp > 2:
                 yield "too many replicas"
 
-    found = facts(capsys, *SMALL, "--model.family", "narrow", "--model.own_field", "4", "--parallel.pp", "1")
-    plans = [found["best"], *found["runners_up"]]
+    result = facts(capsys, *SMALL, "--model.family", "narrow", "--model.own_field", "4", "--parallel.pp", "1")
+    plans = [result["best"], *result["runners_up"]]
     assert max(plan["config"]["parallel"]["dp"] for plan in plans) == 2
-    assert any(note.startswith("The dense model of this shape") for note in found["notes"])
-    assert all(words in found["command"][0] for words in ("--model.family narrow", "--model.own_field 4"))
+    assert any(note.startswith("The dense model of this shape") for note in result["notes"])
+    assert all(words in result["command"][0] for words in ("--model.family narrow", "--model.own_field 4"))
 
 
 @pytest.mark.nightly

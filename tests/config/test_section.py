@@ -176,8 +176,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def write(text: str) -> None:
         (tmp_path / "narrow_plugin.py").write_text(text)
-        found = {PLUGINS: [metadata.EntryPoint("narrow", "narrow_plugin", PLUGINS)]}
-        monkeypatch.setattr(metadata, "entry_points", lambda group: found.get(group, []))
+        points = {PLUGINS: [metadata.EntryPoint("narrow", "narrow_plugin", PLUGINS)]}
+        monkeypatch.setattr(metadata, "entry_points", lambda group: points.get(group, []))
         monkeypatch.syspath_prepend(tmp_path)
         load_plugins.cache_clear()
 

@@ -334,6 +334,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 1 << 17}, "num_hidden_layers = 131072 .* requires more tensors than the 21 in the"),
     ({"max_position_embeddings": float("inf")}, "max_position_embeddings = inf"),
     ({"max_position_embeddings": "12"}, "max_position_embeddings = '12'"),
+    ({"max_position_embeddings": 10**30}, "max_position_embeddings = 10{30} "),
     ({"head_dim": "a\nb"}, r"head_dim = 'a\\nb'"),
     ({"rope_theta": "a\nb"}, "model.rope_theta"),
     ({"quantization_config": {"quant_method": "a\nb"}}, r"quantization_config \('a\\nb'\)"),
@@ -493,6 +494,10 @@ def test_generation_settings_that_are_not_used_are_named(tmp_path: Path) -> None
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({**used, "repetition_penalty": 1.05}))
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
     assert note.endswith("fields of generation_config.json: repetition_penalty = 1.05")
+    for ends in ([[2]], {}, "2", 1.5):
+        (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        with pytest.raises(ConfigError, match="eos_token_id = .*theirs' is neither a token id nor a list of them"):
+            bring(tmp_path / "theirs", tmp_path / "other")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])

@@ -214,8 +214,8 @@ def _open_folder(path: Path) -> Checkpoint:
     except BoostError as error:
         raise CheckpointError(f"'{path}/{STATE_FILE}' has an invalid configuration: {error}") from None
     traits = state.data.get("parameters") or {}
-    named_parameters = {*traits.get("frozen", ()), *itertools.chain(*traits.get("tied", ()))}
-    if unknown := named_parameters - {parameter.name for parameter in parameters(config.model)}:
+    names = {*traits.get("frozen", ()), *itertools.chain(*traits.get("tied", ()))}
+    if names and (unknown := names - {parameter.name for parameter in parameters(config.model)}):
         raise DamagedCheckpointError(
             f"'{path}' is damaged: {STATE_FILE} names a parameter that is not in the model: {brief(min(unknown))}"
         )

@@ -202,13 +202,14 @@ RECENT = {"loss", "gradient_norm"}
 """Keys of `Position.recent`."""
 
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+Token = Annotated[int, Field(ge=0, lt=2**32)]
+EndTokens = int | list[int] | None
 _OPEN = ConfigDict(extra="allow", strict=True)
 
 
 @with_config(_OPEN)
 class _Generation(TypedDict, total=False):
-    eos_token_id: Token | list[Token] | None
+    eos_token_id: EndTokens
 
 
 @with_config(_OPEN)
