@@ -494,7 +494,7 @@ def test_generation_settings_that_are_not_used_are_named(tmp_path: Path) -> None
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({**used, "repetition_penalty": 1.05}))
     (note,) = bring(tmp_path / "theirs", tmp_path / "out").notes
     assert note.endswith("fields of generation_config.json: repetition_penalty = 1.05")
-    for ends in ([[2]], {}, "2", 1.5):
+    for ends in ([[2]], {"2": 2}, "2", 1.5):
         (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         with pytest.raises(ConfigError, match="eos_token_id = .*theirs' is neither a token id nor a list of them"):
             bring(tmp_path / "theirs", tmp_path / "other")
