@@ -91,6 +91,7 @@ softgpu:
 
 versions: setup
 	$(MAKE) test VENV=build/venv-newest TORCH=$(NEWEST)
+	mkdir -p build
 	$(BIN)/python tests/oldest.py > build/oldest.txt
 	$(MAKE) setup VENV=build/venv-oldest CONSTRAINTS=build/oldest.txt
 	build/venv-oldest/bin/python -m pytest tests/convert tests/data tests/border tests/api tests/config

@@ -7,7 +7,7 @@ from pathlib import Path
 project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 for requirement in (
     *project["dependencies"],
-    *(one for group in ("data", "hf", "peft") for one in project["optional-dependencies"][group]),
+    *(one for group in ("data", "plots", "hf", "peft", "bench") for one in project["optional-dependencies"][group]),
 ):
     if bound := re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", requirement):
         print(f"{bound[1]}=={bound[2]}")
