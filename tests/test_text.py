@@ -67,6 +67,16 @@ def test_a_file_that_is_no_configuration_is_one_line_about_it(tmp_path: Path, na
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize(
+    "text", ['"# DOTS"', "'a\"DOTS'", '"""it "is"\n\\""" DOTS"""', "'''it's DOTS\n'''", "'x'  # don't DOTS"]
+)
+def test_dots_in_strings_and_comments_are_no_parts_of_keys(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.toml").write_text(
+        f"[train]\nsample_tokens = 9\nsample_prompts = [{text}\n]".replace("DOTS", "." * 40)
+    )
+    assert load(str(tmp_path / "x.toml")).train.sample_prompts
+
+
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf[model]\ndim = 64\nheads = 2")
     assert load(str(tmp_path / "x.toml")).model.dim == 64
