@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -167,7 +168,7 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
 
     transformers' own `from_pretrained` does not recognize the factors: it warns and initializes dense weights. `options`: passed
     to `from_pretrained`, such as dtype. Reads safetensors only, and runs no code from the folder. Raises ConfigError if the folder
-    has no valid ranks or no safetensors weights, or its class is not a transformers model.
+    has no valid ranks or no intact safetensors weights, or its class is not a transformers model.
     """
     import transformers
 
@@ -208,7 +209,10 @@ def load_lowrank(path: str | Path, **options: Any) -> Any:
     loader = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
     options |= {"use_safetensors": True, "trust_remote_code": False}
     asked = options.pop("output_loading_info", False)
-    model, info = loader.from_pretrained(path, output_loading_info=True, **options)  # type: ignore[attr-defined]
+    try:
+        model, info = loader.from_pretrained(path, output_loading_info=True, **options)  # type: ignore[attr-defined]
+    except SafetensorError as error:
+        raise ConfigError(f"'{path}' has a damaged safetensors file: {' '.join(str(error).split())}") from None
     # Modules may have been replaced after they were factorized, also by a load that does not know factors.
     for kind, what in (("unexpected_keys", "does not name"), ("missing_keys", "names a module without")):
         if lost := sorted(key for key in info[kind] if key.endswith((".A.weight", ".B.weight"))):

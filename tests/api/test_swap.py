@@ -459,6 +459,10 @@ def test_load_reads_safetensors_only_and_runs_no_code(tmp_path: Path, transforme
     path.write_text(json.dumps(good))
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    with pytest.raises(ConfigError, match="has a damaged safetensors file: "):
+        boost.load_lowrank(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="has no safetensors weights; pickles are not read"):
         boost.load_lowrank(tmp_path)
 
