@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boost.cli.terminal import add_options, print_rows
-from boost.errors import DataError
 from boost.format import format_bytes
 from boost.text import JsonObject, printable
 
@@ -24,7 +23,6 @@ examples:
   boost prepare posts.jsonl --text-field body     one document per line
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
-  boost prepare --from-tokens my_text_document.idx --tokenizer gpt2 --out data/mine
   boost prepare --hf allenai/c4:en --max-tokens 1300000000 --heldout-split validation --max-heldout-tokens 10000000 \\
                 --tokenizer t5-base --out data/c4       as in examples/recipes/c4-60m.sh
 
@@ -38,8 +36,6 @@ validation, test), only the train split is read. .gz .zst .bz2 .xz are decompres
 documents of more than 16M characters are split. In folders, unreadable files are skipped and reported; a file that you
 name must be readable. Pickles and other formats that can contain code are rejected.
 
---from-tokens reads token ids from other tools: Megatron .bin/.idx, nanoGPT .bin and llm.c .bin.
-
 A fraction of the documents is held out, chosen by a hash of their names. If there is only one document, its last part is
 held out. With --heldout-split or --heldout-from, that text is held out and all other documents are for training.
 """
@@ -51,8 +47,6 @@ OPTIONS = {
     "--hf-split SPLIT": "split of the dataset to read (default: %(default)s)",
     "--hf-revision REV": "branch, tag or commit of the dataset (default: its main branch); the store names the commit that was "
     "read",
-    "--from-tokens PATH": "read token ids written by another tool; --tokenizer names the tokenizer that produced them",
-    "--token-dtype {uint16,uint32}": "type of the ids in a .bin file without a header (default: %(default)s)",
     "--out STORE": "folder of the token store (default: data/NAME, named after the first input)",
     "--tokenizer TOKENIZER": "train:SIZE for a new byte-level BPE, a tokenizer.json or its folder, or a name on the Hugging Face "
     "Hub (default: %(default)s)",
@@ -69,12 +63,6 @@ OPTIONS = {
 }
 
 
-NOT_FOR_TOKENS = (
-    "inputs", "stdlib", "hf", "text_field", "heldout_split", "max_documents", "max_tokens", "max_heldout_tokens",
-)  # fmt: skip
-"""Options that token files do not support. Passing one is an error, so that none is silently ignored."""
-
-
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "prepare",
@@ -87,28 +75,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="INPUT",
         help="text, JSON, Parquet or Arrow files, compressed or not, or folders of them",
     )
-    add_options(
-        parser, OPTIONS, hf_split="train", token_dtype="uint16", tokenizer="train:4096", heldout=0.02, heldout_from=[]
-    )
+    add_options(parser, OPTIONS, hf_split="train", tokenizer="train:4096", heldout=0.02, heldout_from=[])
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from boost.data.from_tokens import prepare_tokens
-    from boost.data.options import PrepareOptions, TokenOptions
-    from boost.data.prepare import prepare
+    from boost.data.prepare import PrepareOptions, prepare
 
-    kind = PrepareOptions if args.from_tokens is None else TokenOptions
-    unused = [f"--{name.replace('_', '-')}" for name in NOT_FOR_TOKENS if getattr(args, name)]
-    if kind is TokenOptions and unused:
-        flags = " and ".join(unused).replace("--inputs", "INPUT")
-        raise DataError(f"--from-tokens cannot be combined with {flags}; remove one of them")
-    first = args.inputs or [args.from_tokens] * (kind is TokenOptions)
-    args.out = Path(args.out or default_out(first, args.hf, args.stdlib))
+    args.out = Path(args.out or default_out(args.inputs, args.hf, args.stdlib))
     args.inputs, args.heldout_from = tuple(args.inputs), tuple(args.heldout_from)
-    options = kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
-    progress = None if args.json else progress_display()
-    result = prepare(options, progress) if isinstance(options, PrepareOptions) else prepare_tokens(options, progress)
+    options = PrepareOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(PrepareOptions)})
+    result = prepare(options, None if args.json else progress_display())
     if args.json:
         print(json.dumps(as_json(result), indent=2))
     else:

@@ -53,10 +53,16 @@ class Encoder:
     """Encodes texts in batches and passes the tokens to the writer in order, until a split has `limits[split]` tokens."""
 
     def __init__(
-        self, tokenizer: "Tokenizer", writer: TokenWriter, on_batch: Callable[[int], None], limits: Mapping[str, int]
+        self,
+        tokenizer: "Tokenizer",
+        eos: int,
+        writer: TokenWriter,
+        on_batch: Callable[[int], None],
+        limits: Mapping[str, int],
     ) -> None:
         """`on_batch` is called after every batch with the number of characters left in the current text."""
-        self._tokenizer, self._writer, self._on_batch, self._limits = tokenizer, writer, on_batch, limits
+        self._tokenizer, self._eos, self._writer = tokenizer, eos, writer
+        self._on_batch, self._limits = on_batch, limits
         self._batch = list[Piece]()
         self._chars = 0
         self._thread = ThreadPoolExecutor(1, "encode")
@@ -64,7 +70,7 @@ class Encoder:
         """The batch that is being encoded."""
         self._starts, self._drops = True, False
         """Whether the next piece starts a document; whether the current document is left out."""
-        self._plain = PlainText(tokenizer, writer.eos)
+        self._plain = PlainText(tokenizer, eos)
         self.counts = self._plain.counts
 
     def add(self, entry: FileReport, split: str, text: str) -> None:
@@ -125,10 +131,10 @@ class Encoder:
                 ids = self._plain.ids(encoding.ids, piece)
                 tokens[split] += ids
                 if end:
-                    tokens[split].append(self._writer.eos)
+                    tokens[split].append(self._eos)
                     ends[split].append(len(tokens[split]))
                 sizes[split] += n_bytes
                 entry.tokens += len(ids) + end
             self._starts = end
         for name in SPLITS:
-            self._writer.append_batch(name, tokens[name], sizes[name], ends[name])
+            self._writer.append(name, tokens[name], sizes[name], ends[name])

@@ -1,18 +1,14 @@
-"""The options of `boost prepare`, for text and for token ids, and its progress callbacks."""
+"""The options of `boost prepare`, and its progress callbacks."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from boost.errors import DataError
-
-if TYPE_CHECKING:
-    from boost.data.store import TokenStore
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options of `boost prepare` for text. Raises `DataError` if one is not valid."""
+    """Options of `boost prepare`. Raises `DataError` if one is not valid."""
 
     out: Path
     """Folder for the token store."""
@@ -48,7 +44,8 @@ class PrepareOptions:
     """Replace an existing store that was made from different input."""
 
     def __post_init__(self) -> None:
-        _require_fraction(self.heldout)
+        if not 0.0 < self.heldout < 1.0:
+            raise DataError(f"--heldout {self.heldout} must be a fraction between 0 and 1, such as 0.05")
         for name in ("max_documents", "max_tokens", "max_heldout_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise DataError(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -59,45 +56,6 @@ class PrepareOptions:
             raise DataError(f"--heldout-split {self.heldout_split} {problem}")
         if self.heldout_split is not None and self.heldout_split == self.hf_split:
             raise DataError(f"--heldout-split {self.heldout_split} is also the training split; choose another split")
-
-
-@dataclass(frozen=True)
-class TokenOptions:
-    """Options of `boost prepare --from-tokens`. Raises `DataError` if one is not valid."""
-
-    out: Path
-    """Folder for the token store."""
-    from_tokens: str
-    """Token ids that another tool wrote (`boost.data.from_tokens`)."""
-    tokenizer: str
-    """The tokenizer that produced the ids: a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
-    token_dtype: str = "uint16"
-    """`uint16` or `uint32`: type of the ids in a .bin file without a header."""
-    eos: str | None = None
-    """As in `PrepareOptions`."""
-    heldout: float = 0.02
-    """As in `PrepareOptions`."""
-    heldout_from: tuple[str, ...] = ()
-    """Files that become the held-out ids, instead of a fraction of the documents."""
-    overwrite: bool = False
-    """As in `PrepareOptions`."""
-
-    def __post_init__(self) -> None:
-        _require_fraction(self.heldout)
-
-
-def _require_fraction(heldout: float) -> None:
-    if not 0.0 < heldout < 1.0:
-        raise DataError(f"--heldout {heldout} must be a fraction between 0 and 1, such as 0.05")
-
-
-@dataclass(frozen=True)
-class PrepareResult:
-    """The finished store, whether it already existed, and the seconds it took."""
-
-    store: "TokenStore"
-    up_to_date: bool
-    seconds: float
 
 
 class Progress:

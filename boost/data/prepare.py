@@ -6,28 +6,32 @@ to that of an uninterrupted run.
 """
 
 import contextlib
+import hashlib
+import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from boost.data.encode import Encoder, split_text
-from boost.data.options import PrepareOptions, PrepareResult, Progress
+from boost.data.options import PrepareOptions, Progress
 from boost.data.sources import Reading, open_sources
 from boost.data.split import SplitRule, choose_split
-from boost.data.store import TokenStore, token_dtype
+from boost.data.store import FORMAT, TokenStore, token_dtype
 from boost.data.tokenizer import (
     END_OF_TEXT,
     find_eos,
     load_tokenizer,
     parse_tokenizer,
     parse_training,
+    tokenizer_fingerprint,
     tokenizer_identity,
     train_tokenizer,
     vocabulary_size,
 )
-from boost.data.writer import TokenWriter, Unfinished, fingerprint_of, new_store, save_progress, store_meta
+from boost.data.writer import TokenWriter, Unfinished, new_store, save_progress
 from boost.errors import DataError
+from boost.version import __version__
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,6 +47,15 @@ COMMIT_PAUSE = 20.0
 """Minimum pause between commits, relative to the duration of a commit: commits take at most a twentieth of the time."""
 
 
+@dataclass(frozen=True)
+class PrepareResult:
+    """The finished store, whether it already existed, and the seconds it took."""
+
+    store: TokenStore
+    up_to_date: bool
+    seconds: float
+
+
 def prepare(options: PrepareOptions, progress: Progress | None = None) -> PrepareResult:
     """Builds the token store `options.out`; does nothing if it is up to date.
 
@@ -53,13 +66,16 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
     started = time.monotonic()
     progress = progress or Progress()
     sources, heldout = open_sources(options)
-    fingerprint = fingerprint_of(  # for files: of names, sizes and modification times, not contents
-        sources=[[type(source).__name__, source.fingerprint()] for source in sources],
-        heldout=[[type(source).__name__, source.fingerprint()] for source in heldout],
-        tokenizer=tokenizer_identity(options.tokenizer, options.eos),
-        options=[options.eos, options.text_field, options.heldout],
-        limits=[options.max_documents, options.max_tokens, options.max_heldout_tokens],
-    )
+    made_from = {  # everything that a store depends on; for files: names, sizes and modification times, not contents
+        "format": FORMAT,
+        "version": __version__,
+        "sources": [[type(source).__name__, source.fingerprint()] for source in sources],
+        "heldout": [[type(source).__name__, source.fingerprint()] for source in heldout],
+        "tokenizer": tokenizer_identity(options.tokenizer, options.eos),
+        "options": [options.eos, options.text_field, options.heldout],
+        "limits": [options.max_documents, options.max_tokens, options.max_heldout_tokens],
+    }
+    fingerprint = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
     with new_store(options.out, fingerprint, options.overwrite) as unfinished:
         if unfinished is not None:
             with contextlib.closing(progress):
@@ -83,8 +99,8 @@ def _build(options: PrepareOptions, reading: Reading, fingerprint: str, unfinish
     size = vocabulary_size(tokenizer)
     wanted = {"train": options.max_tokens, "heldout": options.max_heldout_tokens}
     limits = {name: limit for name, limit in wanted.items() if limit is not None}
-    with TokenWriter(folder, token_dtype(size), eos[1], saved and saved["written"]) as writer:
-        encoder = Encoder(tokenizer, writer, reading.update_progress, limits)
+    with TokenWriter(folder, token_dtype(size), saved and saved["written"]) as writer:
+        encoder = Encoder(tokenizer, eos[1], writer, reading.update_progress, limits)
         encoder.counts.update(saved["counts"] if saved else {})
         next_commit = time.monotonic() + COMMIT_S
         phase = "encoding" if saved is None else "encoding, continued"
@@ -108,7 +124,15 @@ def _build(options: PrepareOptions, reading: Reading, fingerprint: str, unfinish
                     + ("raise --max-tokens or --heldout" if options.max_tokens else "pass files that contain text")
                 )
         report.notes += [*notes, *_notes(options, rule, encoder, reading)]
-        meta = store_meta(tokenizer, eos, fingerprint, options, report)
+        meta = {
+            "format": FORMAT,
+            "vocab_size": size,
+            "eos": {"token": eos[0], "id": eos[1]},
+            "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+            "input_fingerprint": fingerprint,
+            "options": {**asdict(options), "out": str(options.out)},
+            "report": report.summary(),
+        }
         writer.finish(tokenizer.to_str(), meta, report.details())
 
 

@@ -66,14 +66,14 @@ class InputFile:
 AGAIN = "nothing was written; run the command again when nothing else is writing to the input"
 
 
-def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
+def require_unchanged(file: InputFile) -> None:
     """Raises `DataError` if a file has changed since it was listed: a store must not mix two versions of it."""
     try:
-        about = path.stat()
+        about = file.path.stat()
     except OSError as error:
-        raise DataError(f"{path} disappeared during preparation ({error.strerror}); {AGAIN}") from None
-    if (about.st_size, about.st_mtime_ns) != (size, mtime_ns):
-        raise DataError(f"{path} changed during preparation; {AGAIN}")
+        raise DataError(f"{file.path} disappeared during preparation ({error.strerror}); {AGAIN}") from None
+    if (about.st_size, about.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise DataError(f"{file.path} changed during preparation; {AGAIN}")
 
 
 @contextmanager
@@ -111,10 +111,7 @@ def read_file(
         fix = 'save it as Parquet: python -c \'import pandas; pandas.read_csv("a.csv").to_parquet("a.parquet")\''
         raise Unreadable("a CSV file, which would be read as text with its delimiters", fix=fix)
     elif name.endswith(REFUSED_SUFFIXES):
-        tokens = "read token ids with --from-tokens, or " if name.endswith((".bin", ".idx")) else ""
-        raise Unreadable(
-            "refused: pickles and binary arrays are never loaded", fix=f"{tokens}export the text as .txt or .jsonl"
-        )
+        raise Unreadable("refused: pickles and binary arrays are never loaded", fix="export the text as .txt or .jsonl")
     else:
         yield from read_text(path, key, entry, report)
 
@@ -295,7 +292,7 @@ class FilesSource:
             try:
                 if file.refused:
                     raise Unreadable(file.refused)
-                require_unchanged(file.path, file.size, file.mtime_ns)
+                require_unchanged(file)
                 if file.size == 0:
                     entry.skip("empty")
                     continue
@@ -303,7 +300,7 @@ class FilesSource:
                     yield from read_file(file.path, file.key, self.text_field, entry, report)
                 except OSError as error:
                     raise Unreadable(f"cannot be read: {error.strerror or error}") from error
-                require_unchanged(file.path, file.size, file.mtime_ns)
+                require_unchanged(file)
             except Unreadable as problem:
                 if file.explicit:
                     raise DataError(f"{file.path}: {problem}") from problem

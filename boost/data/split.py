@@ -34,13 +34,10 @@ class SplitRule:
                 raise DataError("the corpus is a single character, too short for a held-out split; add text")
             position = split_position(document.text, self.heldout)
             return [("train", document.text[:position]), ("heldout", document.text[position:])]
-        return [(self.split_of(document.key), document.text)]
-
-    def split_of(self, key: str) -> str:
-        """The split of the document with this key, in a corpus of several documents."""
-        if self.moved and self.moved[0] == key:
-            return self.moved[1]
-        return "heldout" if key_hash(key) < self.heldout else "train"
+        name = "heldout" if key_hash(document.key) < self.heldout else "train"
+        if self.moved and self.moved[0] == document.key:
+            name = self.moved[1]
+        return [(name, document.text)]
 
 
 def key_hash(key: str) -> float:

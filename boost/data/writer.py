@@ -18,37 +18,20 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from boost.data.blocks import BLOCK_BYTES, BlockDigests, unreadable
-from boost.data.options import PrepareOptions, TokenOptions
-from boost.data.report import PrepareReport
-from boost.data.store import (
-    FORMAT,
-    OFFSET_DTYPE,
-    REPORT_FILE,
-    SPLITS,
-    STORE_FILE,
-    TOKENIZER_FILE,
-    TokenStore,
-    with_digest,
-)
-from boost.data.tokenizer import tokenizer_fingerprint, vocabulary_size
+from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE, TokenStore, with_digest
 from boost.data.verify import verify
 from boost.errors import DataError, StorageError, UnreadableDataError
 from boost.files import exclusive
 from boost.format import format_count
 from boost.paths import read_text
 from boost.text import JsonObject
-from boost.version import __version__
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 RESUME_FILE = "resume.json"
 """In `STORE.boost-tmp`: the last commit of an unfinished store."""
@@ -272,38 +255,12 @@ def _sync_one(path: Path) -> None:
         os.close(descriptor)
 
 
-def fingerprint_of(**content: object) -> str:
-    """sha256 (hex) of everything that a store depends on."""
-    return hashlib.sha256(json.dumps({"format": FORMAT, "version": __version__, **content}).encode()).hexdigest()
-
-
-def store_meta(
-    tokenizer: "Tokenizer",
-    eos: tuple[str, int],
-    fingerprint: str,
-    options: PrepareOptions | TokenOptions,
-    report: PrepareReport,
-) -> dict[str, object]:
-    """The fields of store.json that every store has. `eos`: (token, id); `fingerprint`: that of the input (`fingerprint_of`)."""
-    return {
-        "format": FORMAT,
-        "vocab_size": vocabulary_size(tokenizer),
-        "eos": {"token": eos[0], "id": eos[1]},
-        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-        "input_fingerprint": fingerprint,
-        "options": {**asdict(options), "out": str(options.out)},
-        "report": report.summary(),
-    }
-
-
 class TokenWriter:
     """Appends encoded text to the files in a folder. A context manager; `finish` completes the store."""
 
-    def __init__(
-        self, folder: Path, dtype: np.dtype[np.integer], eos: int, committed: JsonObject | None = None
-    ) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype[np.integer], committed: JsonObject | None = None) -> None:
         """`committed`: the result of `commit` to continue from. Raises `DataError` if the files no longer have that content."""
-        self.folder, self.dtype, self.eos = folder, dtype, eos
+        self.folder, self.dtype = folder, dtype
         self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0, "largest_token": 0} for name in SPLITS}
         self._digests = {name: hashlib.sha256() for name in SPLITS}
         self._files = ExitStack()
@@ -361,11 +318,7 @@ class TokenWriter:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def append(self, split: str, ids: npt.ArrayLike, n_bytes: int, end: bool) -> None:
-        """Appends tokens to the split's last document; `end` closes the document with the eos token."""
-        self.append_batch(split, np.append(ids, self.eos) if end else ids, n_bytes, [np.size(ids) + 1] if end else [])
-
-    def append_batch(self, split: str, ids: npt.ArrayLike, n_bytes: int, ends: list[int]) -> None:
+    def append(self, split: str, ids: list[int], n_bytes: int, ends: list[int]) -> None:
         """Appends tokens of consecutive documents, with the eos tokens. `ends`: how many of the tokens end with each document."""
         tokens = np.asarray(ids, dtype=self.dtype)
         content = tokens.tobytes()

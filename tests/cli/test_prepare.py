@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from boost.cli import prepare as command
@@ -58,14 +57,10 @@ def test_many_skips_are_counted_and_the_rest_is_pointed_at(corpus, tmp_path, boo
 
 def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, boost):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    ids = ("--from-tokens", "x.bin")
     cases = {
         (): "no input given",
         (tmp_path / "latin.txt",): "not UTF-8 text at byte 3",
         (corpus, "--heldout", "2"): "--heldout 2.0",
-        (corpus, *ids): "--from-tokens cannot be combined with INPUT; remove one of them",
-        (*ids, "--stdlib", "--max-tokens", "9"): "cannot be combined with --stdlib and --max-tokens",
-        (*ids, "--heldout-split", "validation"): "cannot be combined with --heldout-split; remove one",
     }
     for arguments, message in cases.items():
         code, out, err = boost(*arguments, "--out", tmp_path / "store")
@@ -80,17 +75,6 @@ def test_what_was_read_in_another_form_is_printed(tmp_path, boost):
     assert code == 0 and "\nnotes\n" in out
     assert f"20 with CRLF line breaks, normalized to LF, in {tmp_path / 'x.jsonl'}" in out
     assert "1 read from column 'body', because" in out and "\nskipped" not in out
-
-
-def test_ids_of_another_tool(corpus, tmp_path, boost, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert boost(corpus, "--out", "text", "--tokenizer", "train:270")[0] == 0
-    np.array([0, 5, 6, 0, 7, 8, 0, 9] * 50, "<u2").tofile(tmp_path / "fine.bin")
-    code, out, _ = boost("--from-tokens", "fine.bin", "--tokenizer", "text")
-    assert code == 0 and "data/fine written in" in out and "1 empty, in fine.bin" in out
-    assert TokenStore.open("data/fine").split("train").n_documents > 50
-    code, _, err = boost("--from-tokens", "fine.bin", "--tokenizer", "text", "--token-dtype", "uint32")
-    assert code == 2 and "already holds a token store made from different input" in err
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_tokenizer_on_the_hub_counts_by_its_content(corpus, tmp_path, monkeypa
 
 def test_another_version_of_boost_is_other_input(corpus, monkeypatch):
     prepare(options(corpus))
-    monkeypatch.setattr("boost.data.writer.__version__", "0.0.0")
+    monkeypatch.setattr("boost.data.prepare.__version__", "0.0.0")
     with pytest.raises(DataError, match="add --overwrite to replace it"):
         prepare(options(corpus))
 
@@ -237,7 +237,8 @@ def test_no_split_is_empty(keys, heldout):
 def test_a_split_depends_on_the_key_alone():
     keys = [str(i) for i in range(4000)]
     assert choose_split(keys, 0.05) == choose_split(keys[::-1], 0.05) == SplitRule(0.05)
-    share = sum(SplitRule(0.05).split_of(key) == "heldout" for key in keys) / 4000
+    documents = [Document(key, "text", FileReport("f")) for key in keys]
+    share = sum(SplitRule(0.05).parts(document) == [("heldout", "text")] for document in documents) / 4000
     assert 0.04 < share < 0.06
 
 
