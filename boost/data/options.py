@@ -49,13 +49,21 @@ class PrepareOptions:
         for name in ("max_documents", "max_tokens", "max_heldout_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise DataError(f"--{name.replace('_', '-')} {value} must be at least 1")
-        if self.hf_revision is not None and self.hf is None:
-            raise DataError(f"--hf-revision {self.hf_revision} has no effect without --hf; remove it")
         if self.heldout_split is not None and (self.hf is None or self.heldout_from):
             problem = "conflicts with --heldout-from; use one of them" if self.heldout_from else "needs --hf"
             raise DataError(f"--heldout-split {self.heldout_split} {problem}")
         if self.heldout_split is not None and self.heldout_split == self.hf_split:
             raise DataError(f"--heldout-split {self.heldout_split} is also the training split; choose another split")
+        chosen_heldout = self.heldout_split is not None or bool(self.heldout_from)
+        only_stdlib = self.stdlib and not (self.inputs or self.heldout_from) and self.hf is None
+        for name, is_unused, why in (
+            ("hf_split", self.hf is None, "without --hf"),
+            ("hf_revision", self.hf is None, "without --hf"),
+            ("heldout", chosen_heldout, "with --heldout-split or --heldout-from"),
+            ("text_field", only_stdlib, "on the standard library"),
+        ):
+            if is_unused and (value := getattr(self, name)) != getattr(PrepareOptions, name):
+                raise DataError(f"--{name.replace('_', '-')} {value} has no effect {why}; remove it")
 
 
 class Progress:

@@ -61,6 +61,7 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, boost):
         (): "no input given",
         (tmp_path / "latin.txt",): "not UTF-8 text at byte 3",
         (corpus, "--heldout", "2"): "--heldout 2.0",
+        (corpus, "--hf-split", "validation"): "--hf-split validation has no effect without --hf; remove it",
     }
     for arguments, message in cases.items():
         code, out, err = boost(*arguments, "--out", tmp_path / "store")

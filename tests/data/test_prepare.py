@@ -268,6 +268,17 @@ def test_empty_corpora_say_what_was_skipped(tmp_path):
         ({"heldout_split": "validation"}, "--heldout-split validation needs --hf"),
         ({"heldout_split": "validation", "hf": "a/b", "heldout_from": ("x",)}, "conflicts with --heldout-from"),
         ({"heldout_split": "train", "hf": "a/b"}, "is also the training split"),
+        ({"hf_split": "validation"}, "--hf-split validation has no effect without --hf; remove it"),
+        ({"hf_revision": "main"}, "--hf-revision main has no effect without --hf; remove it"),
+        (
+            {"heldout": 0.1, "heldout_from": ("x",)},
+            "--heldout 0.1 has no effect with --heldout-split or --heldout-from",
+        ),
+        ({"heldout": 0.1, "heldout_split": "test", "hf": "a/b"}, "--heldout 0.1 has no effect with --heldout-split"),
+        (
+            {"inputs": (), "stdlib": True, "text_field": "body"},
+            "--text-field body has no effect on the standard library",
+        ),
         ({"out": Path("/")}, "must name a folder"),
     ],
 )
