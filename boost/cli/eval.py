@@ -1,6 +1,7 @@
 """`boost eval`: evaluates a checkpoint on held-out text."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
@@ -79,9 +80,10 @@ def evaluate_process(args: argparse.Namespace) -> int:
         dump(facts, args.json)
         if not args.json:
             out = f"exported/{Path(args.checkpoint).name.partition('@')[0]}"
-            words = f"pretrained={out},trust_remote_code=True --tasks arc_easy"
-            command = f"boost export {args.checkpoint} --out {out} && lm_eval --model hf --model_args {words}"
-            print(printable(f"on tasks: {command}"))
+            model = f"pretrained={out},trust_remote_code=True"
+            export = shlex.join(["boost", "export", args.checkpoint, "--out", out])
+            tasks = shlex.join(["lm_eval", "--model", "hf", "--model_args", model, "--tasks", "arc_easy"])
+            print(printable(f"on tasks: {export} && {tasks}"))
     mesh.barrier()
     close_mesh()
     return 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,8 +161,8 @@ def import_weights(
         return _convert(FolderWeights(source, untie), *rest)
     if how is None:
         raise ConfigError(
-            f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
-            "factorize it with --rank, --energy or --budget"
+            f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from "
+            f"{shlex.quote(str(source))}, or factorize it with --rank, --energy or --budget"
         )
     return read_checkpoint(source, lambda checkpoint: _convert(CheckpointWeights(checkpoint, untie), *rest))
 

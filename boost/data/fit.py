@@ -1,6 +1,7 @@
 """Checks that token stores match a configuration, before processes start and again in each of them."""
 
 import math
+import shlex
 from pathlib import Path
 
 from boost.config import Config
@@ -35,18 +36,18 @@ def open_corpus(config: Config, progress: Progress = iter, until_stopped: Progre
 def prepare_command(config: Config, store: str) -> str:
     """The command that creates a token store of the configuration, for an error message."""
     weights, train = config.data.sources, config.train
-    first, name = next(iter(weights)), Path(store).name
+    first, name, out = next(iter(weights)), Path(store).name, shlex.quote(store)
     if name == "c4":  # of the published presets
         tokens = train.steps * train.global_batch * train.seq_len * weights[store] / sum(weights.values())
         return (
             f"boost prepare --hf allenai/c4:en --max-tokens {math.ceil(tokens)} --heldout-split validation "
-            f"--max-heldout-tokens 10000000 --tokenizer t5-base --out {store}"
+            f"--max-heldout-tokens 10000000 --tokenizer t5-base --out {out}"
         )
     if store != first:  # a mixture has one tokenizer
-        return f"boost prepare INPUT --tokenizer {first} --out {store}"
+        return f"boost prepare INPUT --tokenizer {shlex.quote(first)} --out {out}"
     if name == "stdlib":
-        return f"boost prepare --stdlib --out {store}"
-    return f"boost prepare INPUT --tokenizer train:{config.model.vocab_size} --out {store}"
+        return f"boost prepare --stdlib --out {out}"
+    return f"boost prepare INPUT --tokenizer train:{config.model.vocab_size} --out {out}"
 
 
 def check_vocabulary(config: Config, store: TokenStore) -> None:

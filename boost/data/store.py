@@ -12,6 +12,7 @@ Every document ends with the end-of-document token. A store gets its final name 
 
 import errno
 import json
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -238,7 +239,8 @@ def is_missing(path: Path) -> bool:
 def read_meta(path: Path) -> JsonObject:
     """The content of `store.json`. Raises `DataError` if there is no finished store or the file is damaged."""
     if is_missing(path):
-        raise DataError(f"{path}: no token store here; create it with: boost prepare INPUT --out {path}")
+        out = shlex.quote(str(path))
+        raise DataError(f"{path}: no token store here; create it with: boost prepare INPUT --out {out}")
     if not path.exists():
         if (old := path.with_name(f"{path.name}.boost-old")).exists():
             raise DataError(f"{path}: its replacement was interrupted; rerun 'boost prepare' or rename {old} to {path}")
@@ -295,4 +297,5 @@ def file_error(path: Path, file: str, error: OSError) -> DataError:
 
 def damaged(path: Path, what: str) -> DataError:
     """The error for a damaged store."""
-    return DataError(f"{path}: {what}; rebuild it with: boost prepare INPUT --out {path} --overwrite")
+    out = shlex.quote(str(path))
+    return DataError(f"{path}: {what}; rebuild it with: boost prepare INPUT --out {out} --overwrite")

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,7 +376,8 @@ def _raw(name: str) -> dict[str, Any]:
     path = Path(name) if own else PROFILES / f"{word}.toml"
     if not path.is_file():
         if own:
-            raise ConfigError(f"--gpu = '{name}': no such file; 'boost plan calibrate --out {name}' creates one")
+            command = f"boost plan calibrate --out {shlex.quote(name)}"
+            raise ConfigError(f"--gpu = '{name}': no such file; create it with: {command}")
         first = word.partition("-")[0].replace(" ", "")
         firsts = {profile.partition("-")[0] for profile in names()}
         # A GPU without a profile is no typing error for another one.

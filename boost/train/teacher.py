@@ -1,5 +1,6 @@
 """The teacher in a distillation: a frozen model, sharded over the same mesh as the student."""
 
+import shlex
 from pathlib import Path
 
 import torch
@@ -57,7 +58,8 @@ def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
     path = Path(config.distill.teacher)
     if is_file(path / "config.json"):
         raise ConfigError(
-            f"distill.teacher = '{path}' is a Hugging Face folder; convert it first: boost import {path} --out CHECKPOINT"
+            f"distill.teacher = '{path}' is a Hugging Face folder; convert it first: boost import "
+            f"{shlex.quote(str(path))} --out CHECKPOINT"
         )
     checkpoint = ckpt.open_checkpoint(path)
     teacher_config(config, checkpoint.config.model)

@@ -161,8 +161,10 @@ def test_only_regular_files_are_opened(store, endless, name):
 
 
 def test_missing_store_and_foreign_folder(tmp_path):
-    with pytest.raises(DataError, match="no token store here; create it with: boost prepare"):
-        TokenStore.open(tmp_path / "nowhere")
+    with pytest.raises(
+        DataError, match=r"no token store here; create it with: boost prepare INPUT --out '.*/no where'$"
+    ):
+        TokenStore.open(tmp_path / "no where")
     with pytest.raises(DataError, match="not a token store"):
         TokenStore.open(tmp_path)
 

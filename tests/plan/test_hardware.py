@@ -205,8 +205,8 @@ def test_the_first_word_is_enough_and_unknown_names_suggest_the_nearest(tmp_path
         load_hardware("h100_80g")
     with pytest.raises(ConfigError, match="profiles: a100-40g-8, a100-80g"):
         load_hardware("zzzz")
-    with pytest.raises(ConfigError, match="no such file"):
-        load_hardware(str(tmp_path / "mine.toml"))
+    with pytest.raises(ConfigError, match="no such file; create it with: boost plan calibrate --out '.*/my gpu.toml'$"):
+        load_hardware(str(tmp_path / "my gpu.toml"))
     with pytest.raises(ConfigError, match="float16"):
         load_hardware("a100-80g").speeds.seconds(Work("gemm", "float16", (1, 8, 8, 8), 1024, 384))
 

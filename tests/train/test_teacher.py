@@ -91,10 +91,10 @@ def test_a_teacher_needs_the_same_tokenizer(tmp_path: Path, dense: Path, store: 
     config = student(model={"vocab_size": 300}, distill={"teacher": str(other)})
     with pytest.raises(BoostError, match=r"differs from that of distill.teacher = "):
         check_teacher(config, TokenStore.open(store))
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "config.json").write_text("{}")
-    config = student(model={"vocab_size": 300}, distill={"teacher": str(tmp_path / "hub")})
-    with pytest.raises(ConfigError, match=r"is a Hugging Face folder; convert it first: boost import"):
+    (tmp_path / "a hub").mkdir()
+    (tmp_path / "a hub" / "config.json").write_text("{}")
+    config = student(model={"vocab_size": 300}, distill={"teacher": str(tmp_path / "a hub")})
+    with pytest.raises(ConfigError, match=r"is a Hugging Face folder; convert it first: boost import '.*/a hub' --out"):
         check_teacher(config, TokenStore.open(store))
 
 
