@@ -108,15 +108,17 @@ class Stopped(SystemExit):
 
 
 def system_limit(error: BaseException) -> str | None:
-    """A description if the system refused to start a thread or a process, or to open a file, for Python or for torch's C++; else
-    None."""
+    """A description if the system refused to start a thread or a process, or to open a file, for this error or for one that
+    caused it; else None."""
     refused = type(error) is RuntimeError and str(error) in (_NO_THREAD, os.strerror(errno.EAGAIN))
     if refused or (isinstance(error, BlockingIOError) and error.filename is None):
         return "the system allows no more threads or processes; raise its limit (ulimit -u, or the pids limit of a container)"
-    in_torch = isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)
-    if in_torch or (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+    # torch, safetensors, agreement between processes and our own errors repeat the reason in their words.
+    if "too many open files" in str(error).lower() or (
+        isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    ):
         return "the system allows no more open files; raise its limit (ulimit -n)"
-    return None
+    return system_limit(error.__cause__) if error.__cause__ else None
 
 
 def system_error(error: OSError) -> BoostError:

@@ -42,6 +42,14 @@ def require_free(path: Path, field: str) -> None:
         raise ConfigError(f"{field} = '{path}' exists and is not an empty folder; choose another path, or remove it")
 
 
+def require_open_files(number: int) -> None:
+    """Raises OSError if the system does not allow this process to open so many more files: torch would wait for a store or a peer
+    whose files it could not open."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(number):
+            opened.enter_context(open(os.devnull, "rb"))
+
+
 @contextlib.contextmanager
 def new_folder(path: Path, field: str) -> Iterator[Path]:
     """Yields an empty temporary folder, which the caller renames to `path`; if it still exists on exit, it is removed.

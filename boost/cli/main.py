@@ -149,7 +149,7 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
     except BoostError as error:
         if args.debug:
             raise
-        print_error(str(error))
+        print_error(system_limit(error) or str(error))
         return _exit_code(error.exit_code)
     except BrokenPipeError:
         # Closing the pipe early (`boost config --fields | head`) is not an error.

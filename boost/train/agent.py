@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 
 from boost.errors import TRY_AGAIN, BoostError, ConfigError, TrainingError
+from boost.files import require_open_files
 from boost.text import LAUNCHED, print_error
 from boost.train.failures import how_it_ended
 from boost.train.heartbeat import process_name
@@ -38,6 +39,9 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 _LOGGERS = ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api")
 _ERROR, _LEFT = "boost/error", "boost/left"
+_FILES = 20
+"""Number of files that the agent opens for a single process: sockets of its stores, pipes, logs."""
+
 _LEAVE_S = 10.0
 """How long, in seconds, a node waits until the others know of an error that ends the run: it may host their store."""
 
@@ -65,6 +69,7 @@ def torchrun(options: Sequence[str], command: Sequence[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         for name in _LOGGERS:
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    require_open_files(_FILES)
     agents: list[Agent] = []
     rendezvous = f"the rendezvous at {run.get_rdzv_endpoint(args)}"
 

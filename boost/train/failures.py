@@ -20,6 +20,7 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from boost import errors
 from boost.errors import BoostError, ExcludedError, HangError, TrainingError
 from boost.format import format_bytes
+from boost.train.agreement import PeersLostError
 
 _LOST_GLOO = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|Software caused connection abort|"
@@ -47,6 +48,8 @@ def is_lost_connection(error: BaseException | None) -> bool:
     """Whether `error` means that another process is gone or not responding. This is a symptom, not the root cause."""
     if isinstance(error, DistNetworkError | DistStoreError):
         return "EADDRINUSE" not in str(error)
+    if isinstance(error, PeersLostError):
+        return True
     if isinstance(error, DistBackendError):
         return _LOST_NCCL.search(str(error)) is not None
     return type(error) is RuntimeError and _LOST_GLOO.search(str(error)) is not None

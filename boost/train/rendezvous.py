@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError, StoppedError, TrainingError, system_limit
+from boost.files import require_open_files
 from boost.machine import launcher_number
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.overdue import MARGIN_S, time_limit
@@ -42,6 +43,9 @@ _GOODBYE_S = 3.0
 
 _LATE_S = 20.0
 """How long, in seconds, a process that received a stop signal waits for rank 0 to start, so that it can report the signal."""
+
+_FILES = 30
+"""Number of files that a process opens to meet a single peer: gloo's sockets and pipes, the store."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables with a process's local rank on its machine, set by torchrun and our launcher, Slurm, Open MPI and MPICH."""
@@ -107,7 +111,9 @@ def _require_driver() -> None:
 
 
 def require_interface() -> None:
-    """Raises ConfigError if gloo cannot use this machine's network. Otherwise, it would raise what looks like a bug."""
+    """Raises ConfigError if gloo cannot use this machine's network, and OSError if it cannot open its sockets. Otherwise, it would
+    raise what looks like a bug, or wait."""
+    require_open_files(_FILES)
     for name in (named := os.environ.get("GLOO_SOCKET_IFNAME", "")).split(","):
         try:
             gloo = dist.ProcessGroupGloo

@@ -168,3 +168,24 @@ def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(config: Path, tm
     assert process.returncode == 2, err
     assert err.strip().splitlines()[-1].startswith("boost: error: the checkpoint for step 10 was not saved")
     assert complete_checkpoints(run / "checkpoints") == before
+
+
+def command_with_few_files(words: list[str], free: int) -> int:
+    limit = 1 + max(map(int, os.listdir("/proc/self/fd"))) + free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    return boost_command(words)
+
+
+@pytest.mark.parametrize(
+    ("command", "free"),
+    [("train", 28), ("train --run.recovery in-step", 28), ("launch --nproc-per-node 2 -- train", 12)],
+)
+def test_a_limit_of_open_files_is_one_line(config: Path, tmp_path: Path, command: str, free: int) -> None:
+    """Before torch waits for a store or a peer whose sockets it could not open."""
+    words = (
+        f"{command} {config} --run.dir {tmp_path / 'run'} --parallel.tp 1 --parallel.dp 2 --train.micro_batch 1".split()
+    )
+    with contextlib.closing(ForkedPython(command_with_few_files, [words, free], os.environ)) as process:
+        _, err = process.communicate()
+    assert process.returncode in (2, 3) and "Traceback" not in err, err
+    assert err.splitlines()[-1].endswith("the system allows no more open files; raise its limit (ulimit -n)"), err

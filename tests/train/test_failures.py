@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from boost.cli.main import main
-from boost.errors import CheckpointError, HangError, TrainingError
+from boost.errors import CheckpointError, HangError, StorageError, TrainingError
 from boost.train import run
+from boost.train.agreement import PeersLostError
 from boost.train.failures import failure_report, out_of_memory
 from tests import toy
 from tests.train.commands import toml
@@ -187,6 +188,16 @@ def test_a_system_without_another_process_or_thread_of_torch_or_open_file() -> N
     for error in (RuntimeError("another"), BlockingIOError(errno.EAGAIN, "locked", "a file")):
         assert "allows no more threads" not in failure_report(error, 1).message
     gloo = RuntimeError("[enforce fail at gloo/transport/tcp/loop.cc:48] rv != -1. -1 vs -1. pipe: Too many open files")
-    for error in (gloo, OSError(errno.EMFILE, "x", "a file"), dist.DistNetworkError("socket: Too many open files")):
+    caused = TrainingError("a process was lost")
+    caused.__cause__ = gloo
+    told = StorageError("'a file' cannot be read: Too many open files; check the disk")
+    mute = dist.DistNetworkError("bind failed: too many open files")
+    for error in (gloo, OSError(errno.EMFILE, "x", "a file"), caused, told, mute):
         report = failure_report(error, 1)
         assert "(rank 1): the system allows no more open files" in report.message and report.exit_code == 3
+
+
+def test_a_lost_replica_is_a_lost_connection() -> None:
+    """Before the first step, no other replica repeats the operation."""
+    report = failure_report(PeersLostError("group 'dp of 0' did not connect"), 1)
+    assert (report.kind, report.exit_code, report.message) == ("lost", 3, "group 'dp of 0' did not connect")

@@ -1,8 +1,9 @@
 """Commands that read a run's newest checkpoint while the run saves newer ones and removes that one."""
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,9 @@ def test_a_checkpoint_that_was_named_is_not_replaced_by_another(
     assert (code, out, err.count("\n")) == (2, "", 1) and f"'{four}' {ROTATED}" in err and "train.keep" in err
 
 
-def test_a_run_that_rotates_each_time_ends_the_attempts(trained: Path, tmp_path: Path) -> None:
+def test_a_run_that_rotates_each_time_ends_the_attempts(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, tried = Path(shutil.copytree(trained, tmp_path / "run")), list[Path]()
 
     def read(checkpoint: ckpt.Checkpoint) -> None:
@@ -172,9 +175,19 @@ def test_a_run_that_rotates_each_time_ends_the_attempts(trained: Path, tmp_path:
         shutil.rmtree(aside)
         raise DamagedCheckpointError("a file has changed")
 
+    paused: list[float] = []
+
+    def open_late(*arguments: Any, pauses: Iterator[float]) -> ckpt.Checkpoint:
+        """Uses one pause, as if another process did not see a file yet."""
+        paused.extend(itertools.islice(pauses, 1))
+        return usual(*arguments, pauses=pauses)
+
+    usual = load.open_on_all
+    monkeypatch.setattr(load, "open_on_all", open_late)
     with pytest.raises(RemovedCheckpointError, match=ROTATED):
         read_checkpoint(run, read)
     assert len(tried) == load.ATTEMPTS
+    assert paused == sorted({*paused}), "one minute, however many checkpoints are tried"
 
 
 def test_damage_is_reported_at_once_and_without_a_traceback(trained: Path, tmp_path: Path, capsys: Capture) -> None:

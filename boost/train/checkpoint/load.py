@@ -167,11 +167,11 @@ def read_checkpoint(path: Path, read: Callable[[Checkpoint], Result], mesh: Mesh
     CheckpointError; RemovedCheckpointError if the checkpoint is gone.
     """
     mesh = mesh or Mesh(torch.device("cpu"))
-    left = ATTEMPTS
+    left, pauses = ATTEMPTS, iter(SETTLE_PAUSES_S)
     while True:
         found, identity = run_on_main(mesh, lambda: (now := find_checkpoint(path), folder_identity(now)), BoostError)
         try:
-            return read(open_on_all(found, mesh))
+            return read(open_on_all(found, mesh, pauses=pauses))
         except (BoostError, OSError) as error:
             if run_on_main(mesh, functools.partial(folder_identity, found)) in (identity, ()):
                 raise
