@@ -65,7 +65,7 @@ class PlainLinears(nn.Module):
     def __init__(self, model: ModelConfig, slots: Sequence[Slot]) -> None:
         super().__init__()
         self.slots, self.has_activation = slots, model.latent_act == "silu"
-        self.ranks = [slot.rank for slot in slots if slot.rank is not None]
+        self.ranks = [slot.linear.up_width for slot in slots if slot.linear.outer]
         self.outputs = [slot.d_out for slot in slots]
         if self.ranks:
             self.A = PlainLinear(slots[0].d_in, sum(self.ranks))
@@ -87,14 +87,14 @@ class PlainLinears(nn.Module):
     def stored(self, prefix: str) -> Iterator[tuple[Tensor, tuple[Parameter, ...]]]:
         """Yields each weight and the parameters stacked in it."""
 
-        def of(factor: str) -> tuple[Parameter, ...]:
-            return architecture.GroupSpec("", "", tuple(self.slots)).parameters(prefix, factor)
+        def of(kind: architecture.MapKind) -> tuple[Parameter, ...]:
+            return architecture.GroupSpec("", "", tuple(self.slots)).maps(prefix, kind)
 
         if not self.ranks:
-            yield self.W.weight, of("W")
+            yield self.W.weight, of("weight")
             return
-        yield self.A.weight, of("A")
-        for b, parameter in zip(self.B, of("B"), strict=True):
+        yield self.A.weight, of("inner")
+        for b, parameter in zip(self.B, of("outer"), strict=True):
             assert isinstance(b, PlainLinear)
             yield b.weight, (parameter,)
 

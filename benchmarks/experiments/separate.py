@@ -48,13 +48,13 @@ class _Operations:
     """The operations of each kernel by name. See `boost.models.kernels` for the arguments."""
 
     @staticmethod
-    def activated(u: Any, c: Any, silu: bool) -> Any:
+    def activated(u: Any, c: Any, act: Any) -> Any:
         z = (u * c).to(u.dtype)
-        return F.silu(z) if silu else z
+        return z if act is None else act.forward(z)
 
     @staticmethod
-    def activated_backward(dh: Any, u: Any, c: Any, silu: bool) -> Any:
-        dz = torch.ops.aten.silu_backward(dh, u) if silu else dh
+    def activated_backward(dh: Any, u: Any, c: Any, act: Any) -> Any:
+        dz = dh if act is None else act.backward(dh, u)
         return (dz if c is None else (dz * c).to(u.dtype)), u
 
     @staticmethod

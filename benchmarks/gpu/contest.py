@@ -39,6 +39,7 @@ from boost.measure.speed import synchronize
 from boost.measure.steps import Stepper
 from boost.models.init import initial_value
 from boost.models.kernels import BACKENDS, KERNELS, Kernel, using
+from boost.models.latents import ACTS
 from boost.parallel.loss import logit_gradient, token_logits
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.rundir import environment
@@ -329,8 +330,8 @@ def kernel_arguments(tokens: int, width: int, dtype: torch.dtype, device: torch.
     logits, counted = new(tokens, 2 * width), new(tokens) < 1
     targets = torch.randint(0, 2 * width, (tokens,), device=device)
     return {
-        "activated": (x, column, True),
-        "activated_backward": (x, y, column, True),
+        "activated": (x, column, ACTS["silu"]),
+        "activated_backward": (x, y, column, ACTS["silu"]),
         "gated": (x, y),
         "gated_backward": (x, y, z),
         "rotated": (q, cos, sin, 1),

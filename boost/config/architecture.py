@@ -5,12 +5,15 @@ to it (o; down). Checkpoints, initialization, layouts and cost models all refer 
 tensors.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from boost.config.families import SLOTS as SLOTS
 from boost.config.families import ModelConfig
+from boost.config.linears import Initial, Linear, Size
 
 IGNORED = -100
 """Target for positions that are excluded from the loss."""
@@ -23,9 +26,11 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     role: str
-    """embed | head | tied (both) | norm | final_norm | {enter,leave}.{A,B,W} | q.{B,W} and kv.{B,W} (outputs are heads) |
-    o.{A,W} (inputs are heads) | bias.{q,kv,o} | qk_norm | latent.rows and latent.whole (LaX's latent norms and gates; latent.rows
-    may be sharded along the rank)"""
+    """embed | head | tied (both) | norm | final_norm | {enter,leave}.{inner,outer,weight} | q.{outer,weight} and kv.{outer,weight}
+    (outputs are heads) | o.{inner,weight} (inputs are heads) | bias.{q,kv,o} | qk_norm | latent.rows and latent.whole (latent norms
+    and gates; latent.rows may be sharded along the rank)"""
+    initial: Initial | None = None
+    """Initial values; None: those of its role."""
 
     @property
     def size(self) -> int:
@@ -35,16 +40,20 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Slot:
-    """One linear in a block: y = W x, or y = B act(A x) with A: rank x d_in and B: d_out x rank."""
+    """One linear in a block."""
 
     name: str
     d_in: int
     d_out: int
-    rank: int | None
+    linear: Linear
     kv: bool = False
     """Whether its outputs are key/value heads. There may be fewer of them than TP ranks."""
     bias: bool = False
     """Whether y also has a bias [d_out]."""
+
+
+MapKind = Literal["inner", "outer", "weight"]
+"""From a linear's input to latents, from latents to its output, or both at once."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +65,38 @@ class GroupSpec:
     slots: tuple[Slot, ...]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Widths of the latents, one per slot; empty for dense linears."""
-        return tuple(slot.rank for slot in self.slots if slot.rank is not None)
+    def down_widths(self) -> tuple[int, ...]:
+        """Width of u, the results of its inner maps, for every slot; zeros for dense linears."""
+        return tuple(slot.linear.down_width for slot in self.slots)
 
-    def parameters(self, prefix: str, factor: str) -> tuple[Parameter, ...]:
-        """The parameter 'A', 'B' or 'W' for every slot, in slot order, named `{prefix}.{slot}.{factor}`."""
+    @property
+    def up_widths(self) -> tuple[int, ...]:
+        """Width of h, what its outer maps read, for every slot; zeros for dense linears."""
+        return tuple(slot.linear.up_width for slot in self.slots)
+
+    def maps(self, prefix: str, kind: MapKind) -> tuple[Parameter, ...]:
+        """The maps of one kind, named `{prefix}.{slot}.{map}`: the first of every slot, in slot order, then the second of every
+        slot, and so on. So a family's mathematics sees each part as one tensor for the whole group."""
         result = []
-        for slot in self.slots:
-            rank = slot.rank or 0
-            shape = {"A": (rank, slot.d_in), "B": (slot.d_out, rank), "W": (slot.d_out, slot.d_in)}[factor]
-            side = _AT_HEADS.get((slot.name, factor), self.side)
-            result.append(Parameter(f"{prefix}.{slot.name}.{factor}", shape, f"{side}.{factor}"))
+        for part in zip(*(getattr(slot.linear, kind) for slot in self.slots), strict=True):
+            for slot, own in zip(self.slots, part, strict=True):
+                shape = (slot.d_out, own.width) if kind == "outer" else (own.width, slot.d_in)
+                side = _AT_HEADS.get((slot.name, kind), self.side)
+                result.append(Parameter(f"{prefix}.{slot.name}.{own.name}", shape, f"{side}.{kind}", own.initial))
         return tuple(result)
 
 
-_AT_HEADS = {
-    **{("attn.q", factor): "q" for factor in "BW"},
-    **{(f"attn.{name}", factor): "kv" for name in "kv" for factor in "BW"},
-    **{("attn.o", factor): "o" for factor in "AW"},
+_AT_HEADS: dict[tuple[str, str], str] = {
+    **{("attn.q", kind): "q" for kind in ("outer", "weight")},
+    **{(f"attn.{name}", kind): "kv" for name in "kv" for kind in ("outer", "weight")},
+    **{("attn.o", kind): "o" for kind in ("inner", "weight")},
 }
-"""Roles of weights whose rows or columns are heads, by (slot, factor)."""
+"""Roles of weights whose rows or columns are heads, by (slot, kind)."""
+
+
+def map_kinds(model: ModelConfig) -> tuple[MapKind, ...]:
+    """The kinds of maps in a model's linears, in forward order."""
+    return ("inner", "outer") if model.low_rank else ("weight",)
 
 
 def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupSpec, GroupSpec]:
@@ -86,7 +106,7 @@ def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupS
 
     def slot(name: str, d_in: int, d_out: int) -> Slot:
         bias = model.attn_bias != "none" and name.removeprefix("attn.") in model.attn_bias
-        return Slot(name, d_in, d_out, model.rank_of(layer, name), name in ("attn.k", "attn.v"), bias)
+        return Slot(name, d_in, d_out, model.linear(layer, Size(name, d_in, d_out)), name in ("attn.k", "attn.v"), bias)
 
     return (
         GroupSpec("qkv", "enter", (slot("attn.q", d, q), slot("attn.k", d, kv), slot("attn.v", d, kv))),
@@ -120,15 +140,20 @@ def slot_of(model: ModelConfig, name: str) -> Slot:
 
 
 def first_alike(model: ModelConfig, layer: int) -> int:
-    """The first block with the same shapes as block `layer`, and with latent gates and rotary embeddings if that block has them."""
-    if not model.ranks and not model.nope_layers:
-        return min(layer, 1) if model.has_latent_gates else 0
-    named = {int(name.split(".")[1]) for name in model.ranks if name.startswith("layers.")}
+    """The first block with the same linears as block `layer`, and with latent gates and rotary embeddings if it has them."""
+    return _first_alike(model)[layer]
 
-    def kind(n: int) -> tuple[int | None, bool, bool]:
-        return n if n in named else None, has_latent_gate(model, n), n in model.nope_layers
 
-    return next(n for n in range(model.layers) if kind(n) == kind(layer))
+def different_blocks(model: ModelConfig) -> list[int]:
+    """The first of each kind of block (`first_alike`)."""
+    return sorted({*_first_alike(model)})
+
+
+@functools.lru_cache(maxsize=256)
+def _first_alike(model: ModelConfig) -> tuple[int, ...]:
+    first: dict[object, int] = {}
+    kinds = ((groups(model, n), has_latent_gate(model, n), n in model.nope_layers) for n in range(model.layers))
+    return tuple(first.setdefault(kind, n) for n, kind in enumerate(kinds))
 
 
 def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> dict[str, tuple[Parameter, ...]]:
@@ -150,7 +175,7 @@ def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) ->
     for name, shape in shapes.items():
         role = "latent.whole" if name == "gate_columns" else "latent.rows"
         of_slots = {
-            slot: Parameter(f"{prefix}.{slot.name}.{name}", shape(slot.rank or 0), role) for slot in group.slots
+            slot: Parameter(f"{prefix}.{slot.name}.{name}", shape(slot.linear.up_width), role) for slot in group.slots
         }
         if name.startswith("norm_"):
             stored[name] = tuple(of_slots.values())
@@ -171,8 +196,8 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.attn_norm", (model.dim,), "norm")
     yield Parameter(f"{prefix}.mlp_norm", (model.dim,), "norm")
     for group in groups(model, layer):
-        for factor in "AB" if model.low_rank else "W":
-            yield from group.parameters(prefix, factor)
+        for kind in map_kinds(model):
+            yield from group.maps(prefix, kind)
         yield from attention_parameters(model, group, prefix)
         if has_latent_gate(model, layer):
             for parameters_of_slots in latent_gate_parameters(model, group, prefix).values():
@@ -224,10 +249,10 @@ def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
     a x b matrix, by an a x a and a b x b matrix."""
     multiplied = 0
     for group in groups(model, layer):
-        for factor in "AB" if model.low_rank else "W":
-            multiplied += sum(parameter.size for parameter in group.parameters("", factor))
+        for kind in map_kinds(model):
+            multiplied += sum(parameter.size for parameter in group.maps("", kind))
         if has_latent_gate(model, layer) and model.gate == "dense":
-            multiplied += sum(rank**2 for rank in group.ranks)
+            multiplied += sum(rank**2 for rank in group.up_widths)
         elif has_latent_gate(model, layer) and model.gate == "tensor":
-            multiplied += sum(rank * sum(tensor_shape(rank)) for rank in group.ranks)
+            multiplied += sum(rank * sum(tensor_shape(rank)) for rank in group.up_widths)
     return 6 * multiplied + 6 * model.heads_dim * seq_len

@@ -48,7 +48,7 @@ class FactorShape:
 
 def factor_shape(parameter: Parameter, placement: Placement, processes: int) -> FactorShape:
     """The local shape of a factor A (r, d_in) or B (d_out, r)."""
-    rows_dim = 0 if parameter.role.endswith(".B") else 1
+    rows_dim = 0 if parameter.role.endswith(".outer") else 1
     rows, rank = parameter.shape[rows_dim], parameter.shape[1 - rows_dim]
     if placement.dim is None:
         return FactorShape(rows, rank, None)
@@ -59,7 +59,7 @@ def factor_shape(parameter: Parameter, placement: Placement, processes: int) -> 
 
 def is_factor(role: str) -> bool:
     """Whether a parameter with this role is one of a linear's two factors."""
-    return role.endswith((".A", ".B"))
+    return role.endswith((".inner", ".outer"))
 
 
 def rate_scale(parameter: Parameter, dim: int) -> float:

@@ -3,11 +3,13 @@
 A family is a subclass of `ModelConfig` with its documentation, its own fields, derived defaults and rules.
 """
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import BeforeValidator, Field
 
+from boost.config.linears import SPECTRAL, Initial, Linear, Map, Size
 from boost.config.section import Count, Natural, Positive, Tagged, Values, WholeConfig, Width
 from boost.errors import ConfigError
 
@@ -34,7 +36,10 @@ class ModelConfig(Tagged):
         factor_init: str = "none"
 
     low_rank: ClassVar[bool] = False
-    """Whether the linears are pairs of factors."""
+    """Whether the linears have bottlenecks."""
+
+    math: ClassVar[str] = "boost.models.latents:Math"
+    """`module:Class` of its mathematics; imported when a model is built."""
 
     has_latent_gates: ClassVar[bool] = False
     """Whether each block's latents pass through a latent gate into the next block."""
@@ -147,9 +152,18 @@ class ModelConfig(Tagged):
         another package may declare."""
         for name, base in (("latent_act", LowRankConfig), ("factor_init", LowRankConfig), ("gate", LaXConfig)):
             value, known = getattr(self, name), get_args(base.model_fields[name].annotation)
-            if name in type(self).model_fields and value not in known:
+            own = name == "latent_act" and self.math != ModelConfig.math
+            if name in type(self).model_fields and value not in known and not own:
                 where = f"model.{name} = '{value}' of model.family = '{self.family}'"
                 raise ConfigError(f"{where} is not implemented; valid values: {', '.join(known)}")
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        """The maps of one linear in block `layer`."""
+        return Linear(weight=(Map("W", size.d_out, self.init_std),))
+
+    def widths(self) -> dict[str, int]:
+        """Widths of latents by the field that sets them: what a layout that shards latents divides."""
+        return {}
 
     def rank_of(self, layer: int, slot: str) -> int | None:
         """Rank of the linear `slot` (attn.q, ...) in block `layer`; None for the dense family."""
@@ -205,6 +219,23 @@ class LowRankConfig(ModelConfig):
         dim = values.get("dim", cls.model_fields["dim"].default)
         rank = max(dim // 4, 1) if isinstance(dim, int) else None
         return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        """B act(A x)."""
+        rank = self.rank_of(layer, size.name) or 0
+        a, b = (self.initial(size, rank, (rank, size.d_in)), self.initial(size, rank, (size.d_out, rank)))
+        return Linear((Map("A", rank, a),), (Map("B", rank, b),))
+
+    def initial(self, size: Size, rank: int, shape: tuple[int, int]) -> Initial:
+        """Initial values of a factor of this shape, by `factor_init`."""
+        if self.factor_init == "xavier":
+            return math.sqrt(2 / sum(shape))
+        # As in CoLA's official code: the same for both factors of a linear.
+        return SPECTRAL if self.factor_init == "spectral" else rank**-0.25 * (size.d_in + size.d_out) ** -0.25
+
+    def widths(self) -> dict[str, int]:
+        """The ranks."""
+        return {"model.rank": self.rank, **{f"model.ranks.{name}": rank for name, rank in self.ranks.items()}}
 
     def advice(self) -> Iterator[str]:
         """Names key/value projections whose factors are larger than a dense matrix, as with few key/value heads."""

@@ -86,7 +86,7 @@ def costs(model: ModelConfig, train: TrainConfig) -> Costs:
         if policy == "full-block":
             again = flops / 3
         elif policy != "none":
-            entering = [p.size for g in groups(model, layer) if g.side == "enter" for p in g.parameters("", "B")]
+            entering = [p.size for g in groups(model, layer) if g.side == "enter" for p in g.maps("", "outer")]
             attention = 2.0 * model.heads_dim * train.seq_len
             again = 2.0 * sum(entering) + (0.0 if policy == "low-rank+attention-output" else attention)
         return tokens * (flops + again)

@@ -19,13 +19,13 @@ from boost.config.schema import ModelConfig, ParallelConfig
 def fused_weights(
     model: ModelConfig, group: GroupSpec, prefix: str, placement: Callable[[str], object]
 ) -> Iterator[tuple[Parameter, ...]]:
-    """A group's weights as they are stored, one tuple per tensor: the factors A of all slots, then each B. Dense weights are one
-    tensor, or two if key and value are placed differently from query. `placement`: of parameters with this role."""
+    """A group's weights as they are stored, one tuple per tensor: the inner maps of all slots, then each outer map. Dense weights
+    are one tensor, or two if key and value are placed differently from query. `placement`: of parameters with this role."""
     if model.low_rank:
-        yield group.parameters(prefix, "A")
-        yield from ((b,) for b in group.parameters(prefix, "B"))
+        yield group.maps(prefix, "inner")
+        yield from ((outer,) for outer in group.maps(prefix, "outer"))
         return
-    for _, alike in itertools.groupby(group.parameters(prefix, "W"), lambda weight: placement(weight.role)):
+    for _, alike in itertools.groupby(group.maps(prefix, "weight"), lambda weight: placement(weight.role)):
         yield tuple(alike)
 
 

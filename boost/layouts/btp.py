@@ -62,11 +62,11 @@ class BTP(BaseLayout):
             return
         axis, width, eps = self.axis, self.model.dim, self.model.norm_eps
         if self.grouping:
-            started = StartSum.apply(flow.x, group.A, gamma, axis, width, eps)
+            started = StartSum.apply(flow.x, group.inner, gamma, axis, width, eps)
             yield
             u_TR, s_T = WaitForSum.apply(*started, axis, group.is_one_node)
         else:  # the statistic is sent with every slot
-            each = [StartSum.apply(flow.x, a_RD, gamma, axis, width, eps) for a_RD in group.A.split(group.ranks)]
+            each = [StartSum.apply(flow.x, a_RD, gamma, axis, width, eps) for a_RD in group.inner_by_slot(group.inner)]
             yield
             sums = [WaitForSum.apply(*started, axis, group.is_one_node) for started in each]
             u_TR, s_T = tuple(u_Tr for u_Tr, _ in sums), sums[0][1]
@@ -90,7 +90,7 @@ class BTP(BaseLayout):
     def _norm_and_down_sync(self, x_TD: Tensor, s_T: Tensor, gamma_D: Tensor, group: LinearGroup) -> Tensor:
         """Segment: A norm(x) for this process's columns, given the statistic."""
         normed_TD = scale(x_TD, inverse_rms(s_T, self.model.dim, self.model.norm_eps))
-        return group.down(normed_TD, (group.A * gamma_D).to(x_TD.dtype))
+        return group.down(normed_TD, gamma_D)
 
     def leave(self, flow: Flow, partial: Tensor, group: LinearGroup) -> Iterator[None]:
         """The sum over processes, then act and B for this process's columns of the residual stream."""

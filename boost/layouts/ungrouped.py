@@ -5,7 +5,6 @@ such as its latents, an ungrouped one has a tuple with a tensor per slot.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.layouts.spec import Comm
@@ -18,25 +17,26 @@ from boost.parallel.collectives import InFlight
 class Ungrouped(LinearGroup):
     """A base class before another class of groups (`BaseLayout.group_class`)."""
 
-    def down(self, x: Any, a_RI: Tensor | None = None) -> Any:
+    def down(self, x: Any, gamma_I: Tensor | None = None) -> Any:
         inputs = x if isinstance(x, tuple) else (x,) * len(self.shape.slots)
         if not self.low_rank:
             return inputs
-        return tuple(map(linear, inputs, (self.A if a_RI is None else a_RI).split(self.ranks)))
+        inner = self.inner if gamma_I is None else (self.inner * gamma_I).to(inputs[0].dtype)
+        return tuple(map(linear, inputs, self.inner_by_slot(inner)))
 
     def up(self, u: Any, prev_TR: Any = None, scale_T1: Any = None, start_grad_sum: Any = None) -> Any:
         if self.is_one_node and torch.is_grad_enabled():
             slots = zip(u, self.weights(), strict=True)
-            return [UpProject.apply(u_Tr, scale_T1, self.silu, start_grad_sum, b_Or)[0] for u_Tr, b_Or in slots], ()
+            return [UpProject.apply(u_Tr, scale_T1, self.act, start_grad_sum, b_Or)[0] for u_Tr, b_Or in slots], ()
         scaled: Any = u if scale_T1 is None else tuple(scale(u_Tr, scale_T1) for u_Tr in u)
         return super().up(scaled, prev_TR)
 
     def activate(self, u: Any, prev_TR: Tensor | None = None) -> Any:
         if not self.takes_prev and not self.feeds_next:
-            return tuple(F.silu(u_Tr) if self.silu else u_Tr for u_Tr in u), ()
+            return tuple(u_Tr if self.act is None else self.act.forward(u_Tr) for u_Tr in u), ()
         # A latent gate takes all slots.
         h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR)
-        return tuple(h_TR.split(self.ranks, dim=-1)), kept
+        return tuple(self.by_slot(h_TR)), kept
 
     def project(self, h: Any) -> Any:
         return list(map(linear, h, self.weights()))

@@ -166,7 +166,7 @@ class Decoder(FusedModule):
         return block.groups
 
     def _boundary(self, layout: Layout, tokens: int, groups: Sequence[LinearGroup]) -> list[tuple[int, int]]:
-        ranks = [sum(group.shape.ranks) for group in groups]
+        ranks = [sum(group.shape.up_widths) for group in groups]
         return [layout.residual_shape(tokens), *(layout.latent_shape(rank, tokens) for rank in ranks)]
 
     def _context(

@@ -3,10 +3,10 @@
 Legend: T tokens; I input width, O output width and R latent width of a group, all local to this process.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import architecture
@@ -16,6 +16,7 @@ from boost.models.attention import Heads, own_head
 from boost.models.fused import FusedModule, Sharding
 from boost.models.kernels import StartCollective, UpProject, linear, scale
 from boost.models.latent_gate import LatentGate
+from boost.models.latents import math_of
 from boost.models.recompute import RecomputePolicy, call
 
 Latents = tuple[Tensor, ...]
@@ -28,25 +29,27 @@ class LinearGroup:
     """Linears that share one input, with the layout's shards of their weights: `down` makes one tensor of latents u for all of
     them, `up` an output for each. Subclasses store the weights.
 
-    Low-rank linears: u = A x, all slots side by side; y = B act(u). Families differ only in the activation and in latent gates.
+    Low-rank linears: u = A x, all slots side by side; y = B act(u). What is between A and B is the family's (`model.math`).
     """
 
-    A: Tensor
-    """Factors A of all slots, [R, I]; or W of a dense linear that projects back to the residual stream."""
+    inner: Tensor
+    """Inner maps of all slots, [U, I]; or W of a dense linear that projects back to the residual stream."""
     heads: Heads
     """For q, k, v: what turns their products into heads."""
     bias: Tensor
     """For o, if it `adds_bias`."""
     latent_gate: LatentGate | None
     """Combines this group's latents with those of the previous block."""
-    ranks: list[int]
-    """Local latent width of each slot."""
+    down_widths: list[int]
+    """Local width of each inner map's result."""
+    up_widths: list[int]
+    """Local width of what each outer map reads."""
 
     def __init__(
         self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding, policy: RecomputePolicy
     ) -> None:
         model.require_implemented()
-        self.shape, self.low_rank, self.silu = shape, model.low_rank, model.latent_act == "silu"
+        self.shape, self.low_rank, self.act = shape, model.low_rank, math_of(model).act
         self.as_heads = [layout.crosses_as_heads(slot) for slot in shape.slots]
         """For each slot, whether this process computes all heads of its tokens, which are then exchanged."""
         self.takes_prev = architecture.has_latent_gate(model, layer)
@@ -54,10 +57,11 @@ class LinearGroup:
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
         """Whether the next block uses these latents."""
         self.adds_bias = shape.side == "leave" and shape.slots[0].bias
-        weights = zip(shape.slots, shape.parameters("", "B" if model.low_rank else "W"), self.as_heads, strict=True)
-        is_copy = [slot.kv and layout.placement(w.role).dim is None and not heads for slot, w, heads in weights]
+        weights = shape.maps("", "outer" if model.low_rank else "weight")
+        slots = zip(itertools.cycle(shape.slots), weights, itertools.cycle(self.as_heads), strict=False)
+        is_copy = [slot.kv and layout.placement(w.role).dim is None and not heads for slot, w, heads in slots]
         self.own_heads = [own_head(model, layout) if copied else None for copied in is_copy]
-        """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
+        """For each weight of `up`, the (first row, rows) of a replicated one that this process uses; None: all rows."""
         self.recompute(policy)
 
     def recompute(self, policy: RecomputePolicy) -> None:
@@ -66,19 +70,30 @@ class LinearGroup:
         self.is_hand_written = policy.block is call
         """Whether hand-written autograd nodes use weights. They do not if a whole block is recomputed, because
         recomputation stops before the last GEMM only if that GEMM is a separate node."""
-        self.is_one_node = self.low_rank and self.is_hand_written and not (self.takes_prev or self.feeds_next)
-        """Whether `up` is one autograd node that saves only the latents. This requires latents that neither depend on the
-        previous block's latents nor pass to the next block."""
+        has_backward = self.act is None or self.act.backward is not None
+        passes = self.takes_prev or self.feeds_next
+        self.is_one_node = self.low_rank and self.is_hand_written and has_backward and not passes
+        """Whether `up` is one autograd node that saves only the latents. This requires an activation with a backward, and latents
+        that neither depend on the previous block's latents nor pass to the next block."""
         self.up_runner = call if self.is_one_node else policy.local
         """Runs `up` as a segment of its own, unless it saves only the latents anyway."""
 
     def weights(self) -> Sequence[Tensor]:
-        """The weights of `up` (B, or W of a dense group), one per slot, as stored; none if `down` has them all."""
+        """The weights of `up` (outer maps, or W of a dense group), as stored; none if `down` has them all."""
         raise NotImplementedError
 
-    def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
-        """x -> u [T, R]. `a_RI` replaces A."""
-        return linear(x_TI, self.A if a_RI is None else a_RI)
+    def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
+        """x -> u [T, U]. `gamma_I`: scales x."""
+        return linear(x_TI, self.inner if gamma_I is None else (self.inner * gamma_I).to(x_TI.dtype))
+
+    def inner_by_slot(self, inner_UI: Tensor) -> Sequence[Tensor]:
+        """The rows of `inner` that belong to each slot."""
+        return _of_slots(inner_UI.split(self.down_widths), len(self.shape.slots), 0)
+
+    def by_slot(self, h_TH: Tensor) -> Sequence[Tensor]:
+        """What each slot's outer maps read."""
+        parts = h_TH.split(self.up_widths, dim=-1)
+        return _of_slots(parts, len(self.shape.slots), -1)
 
     def up(
         self,
@@ -93,7 +108,7 @@ class LinearGroup:
         latents' gradient, if only the latents are saved (`UpProject`).
         """
         if self.is_one_node and torch.is_grad_enabled():
-            return UpProject.apply(u_TR, scale_T1, self.silu, start_grad_sum, *self.weights()), ()
+            return UpProject.apply(u_TR, scale_T1, self.act, start_grad_sum, *self.weights()), ()
         h_TR, kept = self.activate(u_TR if scale_T1 is None else scale(u_TR, scale_T1), prev_TR)
         return self.project(h_TR), kept
 
@@ -101,21 +116,26 @@ class LinearGroup:
         """u -> (h = act(u), latents for the next block); u first passes the latent gate."""
         if prev_TR is not None and self.latent_gate is not None:
             u_TR = self.latent_gate(u_TR, prev_TR)
-        h_TR = F.silu(u_TR) if self.silu else u_TR
+        h_TR = u_TR if self.act is None else self.act.forward(u_TR)
         return h_TR, (h_TR,) if self.feeds_next else ()
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
         """B h, one [T, O] per slot."""
         weights = self.weights()
-        parts = h_TR.split(self.ranks, dim=-1) if len(weights) > 1 else (h_TR,)
+        parts = h_TR.split(self.up_widths, dim=-1) if len(weights) > 1 else (h_TR,)
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(parts, weights, strict=True)]
+
+
+def _of_slots(parts: Sequence[Tensor], slots: int, dim: int) -> Sequence[Tensor]:
+    """Joins each slot's parts, which stand part by part."""
+    return parts if len(parts) == slots else [torch.cat(list(parts[slot::slots]), dim) for slot in range(slots)]
 
 
 class Dense(LinearGroup):
     """Linears without a bottleneck. Those that project back to the residual stream have all of W in `down`, the others in `up`."""
 
-    def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
-        return x_TI if self.shape.side == "enter" else linear(x_TI, self.A)
+    def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
+        return x_TI if self.shape.side == "enter" else linear(x_TI, self.inner)
 
     def activate(self, u_TR: Tensor, prev_TR: Tensor | None = None) -> tuple[Tensor, Latents]:
         return u_TR, ()
@@ -131,8 +151,8 @@ class Dense(LinearGroup):
 class FusedLinearGroup(LinearGroup, FusedModule):
     """The linears of one group in one block, stored in fused parameters.
 
-    All slots' A factors are one fused parameter [sum of ranks, I], so they share one GEMM and one collective without
-    a copy. Each slot's B factor is a separate tensor. Dense weights are one tensor [sum of outputs, I], or two if key and
+    All slots' inner maps are one fused parameter [sum of widths, I], so they share one GEMM and one collective without
+    a copy. Each outer map is a separate tensor. Dense weights are one tensor [sum of outputs, I], or two if key and
     value are placed differently from query.
     """
 
@@ -144,12 +164,13 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         prefix, self._up = f"layers.{layer}", list[str]()
         tensors = list(fused_weights(model, shape, prefix, layout.placement))
         if self.low_rank or shape.side == "leave":
-            self.add_fused_param("A", tensors.pop(0), layout)
-            self.ranks = [param_slice.rows for param_slice in self.slices["A"]]
+            self.add_fused_param("inner", tensors.pop(0), layout)
+            self.down_widths = [param_slice.rows for param_slice in self.slices["inner"]]
         for parameters in tensors:
-            slots = (parameter.name.split(".")[-2] for parameter in parameters)
-            self._up.append("_".join(("B" if self.low_rank else "W", *slots)))
+            slots, names = zip(*(parameter.name.split(".")[-2:] for parameter in parameters), strict=True)
+            self._up.append("_".join((names[0], *slots)))
             self.add_fused_param(self._up[-1], parameters, layout)
+        self.up_widths = [getattr(self, name).shape[1] for name in self._up]
         self._uses_all_rows = not any(self.own_heads)
         self.latent_gate = LatentGate(model, shape, prefix, layout) if self.takes_prev else None
 

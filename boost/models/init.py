@@ -8,15 +8,18 @@ Legend: W [O, I] of rank up to min(O, I); B [O, r], A [r, I]; B A is the closest
 import contextlib
 import hashlib
 import math
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from boost.config.architecture import Parameter, slot_of
+from boost.config.linears import SPECTRAL
 from boost.config.schema import ModelConfig
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam, fused_params, local_slice
@@ -39,7 +42,11 @@ def initialize(decoder: Decoder, seed: int, over: Callable[[list[FusedParam]], I
 
 def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
     """A parameter's whole initial tensor, fp32 on the CPU."""
-    kind = parameter.name.rpartition(".")[2]
+    initial, kind = parameter.initial, parameter.name.rpartition(".")[2]
+    if isinstance(initial, str):
+        initial = pkgutil.resolve_name(initial)
+    if callable(initial):
+        return cast(Tensor, initial(parameter, model, seed))
     if kind in ("norm_bias", "bias"):
         return torch.zeros(parameter.shape, dtype=torch.float32)
     if parameter.role in ("norm", "final_norm", "qk_norm") or kind == "norm_weight":
@@ -47,28 +54,25 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
     if kind.startswith("gate_"):  # kaiming-uniform by fan-in, as in torch.nn.Linear
         bound = parameter.shape[-1] ** -0.5
         return _draw(torch.rand, parameter.shape, parameter.name, seed).mul_(2 * bound).sub_(bound)
-    if _is_spectral(parameter, model):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the number of threads would change the last bits
-        try:
-            return _spectral(*_drawn(parameter, model), seed)[kind]
-        finally:
-            torch.set_num_threads(threads)
-    std = model.init_std
-    if kind in ("A", "B") and model.factor_init == "xavier":
-        std = math.sqrt(2 / sum(parameter.shape))
-    elif kind in ("A", "B"):  # as in CoLA's official code: the same for both factors of a linear
-        slot = slot_of(model, parameter.name)
-        assert slot.rank is not None
-        std = slot.rank**-0.25 * (slot.d_in + slot.d_out) ** -0.25
+    std = model.init_std if initial is None else initial
     return _draw(torch.randn, parameter.shape, parameter.name, seed).mul_(std)
+
+
+def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
+    """Initial value of a factor A or B of a linear: of the truncated SVD of the dense linear's own initial weight."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the number of threads would change the last bits
+    try:
+        return _spectral(*_drawn(parameter, model), seed)[parameter.name.rpartition(".")[2]]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, int], int, float]:
     """(name, shape, rank, standard deviation) of the dense linear that a factor belongs to."""
     slot = slot_of(model, parameter.name)
-    assert slot.rank is not None
-    return f"{parameter.name.rpartition('.')[0]}.W", (slot.d_out, slot.d_in), slot.rank, model.init_std
+    rank = slot.linear.up_width
+    return f"{parameter.name.rpartition('.')[0]}.W", (slot.d_out, slot.d_in), rank, model.init_std
 
 
 @contextlib.contextmanager
@@ -82,7 +86,7 @@ def _drawn_ahead(
     """
 
     def source(parameter: Parameter) -> _Source:
-        return _drawn(parameter, model) if _is_spectral(parameter, model) else parameter
+        return _drawn(parameter, model) if parameter.initial == SPECTRAL else parameter
 
     def values(key: _Source) -> dict[str, Tensor]:
         return {"": initial_value(key, model, seed)} if isinstance(key, Parameter) else _spectral(*key, seed)
@@ -131,10 +135,6 @@ _UNFINISHED = 2
 
 _MOST_ELEMENTS = 1 << 29
 """Number of elements in memory (2 GiB in fp32) above which values are drawn only when needed."""
-
-
-def _is_spectral(parameter: Parameter, model: ModelConfig) -> bool:
-    return parameter.name.rpartition(".")[2] in ("A", "B") and model.factor_init == "spectral"
 
 
 def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: int) -> dict[str, Tensor]:

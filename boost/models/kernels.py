@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from boost.config.traffic import statistic_dtype
+from boost.models.latents import Act
 
 log = logging.getLogger("boost")
 
@@ -161,19 +162,19 @@ def row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @Kernel
-def activated(u_TR: Tensor, c_T1: Tensor, silu: bool) -> Tensor:
-    """Latents u -> h = act(c u), [T, R]; c [T, 1], act is SiLU or the identity."""
-    z_TR = scaled(u_TR, c_T1)
-    return F.silu(z_TR) if silu else z_TR
+def activated(u_TU: Tensor, c_T1: Tensor, act: Act | None) -> Tensor:
+    """Latents u -> h = act(c u), [T, H]; c [T, 1]."""
+    z_TU = scaled(u_TU, c_T1)
+    return z_TU if act is None else act.forward(z_TU)
 
 
 @Kernel
-def activated_backward(dh_TR: Tensor, u_TR: Tensor, c_T1: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+def activated_backward(dh_TH: Tensor, u_TU: Tensor, c_T1: Tensor | None, act: Act | None) -> tuple[Tensor, Tensor]:
     """dh -> (du = c act'(c u) dh, h = act(c u)): recomputes h for the weight gradient."""
-    z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
-    du_TR = torch.ops.aten.silu_backward(dh_TR, z_TR) if silu else dh_TR
-    du_TR = du_TR if c_T1 is None else scaled(du_TR, c_T1)
-    return du_TR, F.silu(z_TR) if silu else z_TR
+    z_TU = u_TU if c_T1 is None else scaled(u_TU, c_T1)
+    du_TU = dh_TH if act is None else act.backward(dh_TH, z_TU)  # type: ignore[misc]
+    du_TU = du_TU if c_T1 is None else scaled(du_TU, c_T1)
+    return du_TU, z_TU if act is None else act.forward(z_TU)
 
 
 @Kernel
@@ -265,50 +266,50 @@ def gemms(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class UpProject(torch.autograd.Function):
-    """forward: u [T, R], c [T, 1] or None, B_k [O_k, r_k] -> y_k = h_k B_k^T [T, O_k], h = act(c u) [T, R], h_k its columns.
+    """forward: u [T, U], c [T, 1] or None, B_k [O_k, r_k] -> y_k = h_k B_k^T [T, O_k], h = act(c u) [T, H], h_k its columns.
     dgrad: du = c act'(c u) dh, dh_k = dy_k B_k.
     wgrad: dB_k = dy_k^T h_k. No collective.
 
-    Ranks add up to R; act is SiLU or the identity; c is multiplied in before rounding. Saves u and c. The backward pass
-    recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over processes
-    computes c's gradient from u and du (`boost.layouts.btp`). `start_grad_sum` starts the sum of du, which stays in
+    The r_k add up to H; act is the identity (None) or has a backward; c is multiplied in before rounding. Saves u and c. The
+    backward pass recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over
+    processes computes c's gradient from u and du (`boost.layouts.btp`). `start_grad_sum` starts the sum of du, which stays in
     flight while the weight gradients are computed; only the node that produced u may consume that gradient, after waiting for it.
     """
 
     @staticmethod
     def forward(
         ctx: Node,
-        u_TR: Tensor,
+        u_TU: Tensor,
         c_T1: Tensor | None,
-        silu: bool,
+        act: Act | None,
         start_grad_sum: StartCollective | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(u_TR, c_T1, *weights)
-        ctx.silu, ctx.start_grad_sum = silu, start_grad_sum
+        ctx.save_for_backward(u_TU, c_T1, *weights)
+        ctx.act, ctx.start_grad_sum = act, start_grad_sum
         ends = itertools.accumulate(b_Or.shape[1] for b_Or in weights)
         ctx.columns = [slice(end - b_Or.shape[1], end) for end, b_Or in zip(ends, weights, strict=True)]
-        h_TR = activated(u_TR, c_T1, silu) if c_T1 is not None else F.silu(u_TR) if silu else u_TR
+        h_TH = activated(u_TU, c_T1, act) if c_T1 is not None else u_TU if act is None else act.forward(u_TU)
         # Not a split: compiled code would save a split's results for the backward pass instead of recomputing h.
-        parts = [h_TR[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TR]
+        parts = [h_TH[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TH]
         slots = zip(parts, weights, strict=True)
-        return tuple([F.linear(h_Tr, b if b.dtype == u_TR.dtype else b.to(u_TR.dtype)) for h_Tr, b in slots])
+        return tuple([F.linear(h_Tr, b if b.dtype == u_TU.dtype else b.to(u_TU.dtype)) for h_Tr, b in slots])
 
     @staticmethod
     def backward(ctx: Node, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        u_TR, c_T1, *weights = ctx.saved_tensors
-        dh_TR = gemms([(dy_TO, b_Or.to(u_TR.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)])
-        if c_T1 is None and not ctx.silu:
-            du_TR, h_TR = dh_TR, u_TR
+        u_TU, c_T1, *weights = ctx.saved_tensors
+        dh_TH = gemms([(dy_TO, b_Or.to(u_TU.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)])
+        if c_T1 is None and ctx.act is None:
+            du_TU, h_TH = dh_TH, u_TU
         else:
-            du_TR, h_TR = activated_backward(dh_TR, u_TR, c_T1, ctx.silu)
-        del dh_TR
+            du_TU, h_TH = activated_backward(dh_TH, u_TU, c_T1, ctx.act)
+        del dh_TH
         if ctx.start_grad_sum is not None:
-            du_TR = ctx.start_grad_sum(du_TR)
-        parts = [h_TR[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TR]
+            du_TU = ctx.start_grad_sum(du_TU)
+        parts = [h_TH[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TH]
         slots = zip(dy, parts, weights, strict=True)
         dw = [(dy_TO.t() @ h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
-        return du_TR, None, None, None, *dw
+        return du_TU, None, None, None, *dw
 
 
 class _Lookup(torch.autograd.Function):
@@ -399,12 +400,12 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Node, x_TD: Tensor, c_T1: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, c_T1)
-        return activated(x_TD, c_T1, False)
+        return activated(x_TD, c_T1, None)
 
     @staticmethod
     def backward(ctx: Node, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if not ctx.needs_input_grad[1]:
-            return activated(dy_TD, ctx.saved_tensors[1], False), None
+            return activated(dy_TD, ctx.saved_tensors[1], None), None
         return scaled_backward(dy_TD, *ctx.saved_tensors)
 
 

@@ -37,7 +37,7 @@ class LatentGate(FusedModule):
         self.gate = model.gate
         self.mixes = model.mixes
         """Whether the gate mixes the elements of a latent and therefore needs whole latents."""
-        self.whole_ranks = shape.ranks
+        self.whole_ranks = shape.up_widths
         self._names = [slot.name.partition(".")[2] for slot in shape.slots]
         stored = architecture.latent_gate_parameters(model, shape, prefix)
         for name, parameters in stored.items():

@@ -1,16 +1,55 @@
 """`LowRankLinear`: a linear layer made of two factors, for use in any model."""
 
 import copy
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from boost.config.linears import Linear
 from boost.errors import ConfigError
 from boost.models.init import factorize
+from boost.models.latents import ACTS, Act
 from boost.nn.plain import attached, difference
 
 ACTIVATIONS = ("none", "silu")
+
+
+class FamilyLinear(nn.Module):
+    """A linear of a family with other maps than A and B, or another activation. Its maps are plain `nn.Linear` modules."""
+
+    def __init__(self, linear: Linear, act: Act | None) -> None:
+        """`act`: between its inner and its outer maps. The maps are of no size yet."""
+        super().__init__()
+        self.act = act
+        self.names = tuple(part.name for part in linear.inner), tuple(part.name for part in linear.outer)
+        """Names of the inner and of the outer maps."""
+        for name in sum(self.names, ()):
+            self.add_module(name, nn.Linear(1, 1, bias=False, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        inner, outer = ([cast(nn.Linear, self._modules[name]) for name in names] for names in self.names)
+        u = torch.cat([part(x) for part in inner], dim=-1)
+        h = u if self.act is None else self.act.forward(u)
+        parts = h.split([part.in_features for part in outer], dim=-1)
+        first, *others = (part(h_r) for part, h_r in zip(outer, parts, strict=True))
+        y: Tensor = sum(others, first)
+        return y
+
+
+def is_pair(linear: Linear, act: Act | None) -> bool:
+    """Whether a family's linear is a `LowRankLinear`."""
+    names = [part.name for part in (*linear.inner, *linear.outer)]
+    return names == ["A", "B"] and act in ACTS.values()
+
+
+def linear_of(linear: Linear, act: Act | None) -> nn.Module:
+    """A module for a family's linear, whose maps are still of no size: a rank may exceed the width of a shard, which
+    `LowRankLinear.__init__` would reject."""
+    if not is_pair(linear, act):
+        return FamilyLinear(linear, act)
+    return LowRankLinear(1, 1, 1, activation=next(name for name, known in ACTS.items() if known == act), device="meta")
 
 
 class LowRankLinear(nn.Module):
@@ -45,6 +84,11 @@ class LowRankLinear(nn.Module):
         self.A = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
         self.B = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
+
+    @property
+    def act(self) -> Act | None:
+        """Between A and B; None: the identity."""
+        return ACTS[self.activation]
 
     @property
     def in_features(self) -> int:
@@ -88,7 +132,7 @@ class LowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         u = self.A(x)
-        y: Tensor = self.B(F.silu(u) if self.activation == "silu" else u)
+        y: Tensor = self.B(u if self.act is None else self.act.forward(u))
         return y
 
     @classmethod

@@ -25,7 +25,7 @@ from boost.models.interface import Flow, Layout, Stream
 from boost.models.kernels import gemms
 from boost.models.latent_gate import LatentGate
 from boost.models.recompute import POLICIES
-from boost.nn.linear import LowRankLinear
+from boost.nn.linear import FamilyLinear, LowRankLinear, is_pair, linear_of
 from boost.nn.plain import call, difference, is_read
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.weights import local_weight, once_differentiable, shard_weights
@@ -64,14 +64,19 @@ class SeparateHeads(Heads):
             return local_weight(self._owner.get_submodule(name))
         if kind == "bias":
             linear = self._owner.get_submodule(f"{slot}_proj")
-            return local_weight(getattr(linear, "B", linear), "bias")
+            return local_weight(_last_map(linear), "bias")
         raise AttributeError(name)
+
+
+def _last_map(linear: nn.Module) -> nn.Module:
+    """The module of a linear that adds its bias: the last outer map, or the linear itself if it is not factored."""
+    return next(reversed(linear._modules.values()), None) or linear
 
 
 class SeparateLinears(LinearGroup):
     """A `LinearGroup` that looks up its weights in separate modules at each use, because users may replace them.
 
-    In training, grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv. Fused parameters need no copy.
+    In training, grouped inner maps are concatenated for their GEMM, a copy of 3 r d numbers for qkv. Fused parameters need no copy.
     """
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
@@ -84,51 +89,72 @@ class SeparateLinears(LinearGroup):
 
     @property
     def bias(self) -> Tensor:  # type: ignore[override]
-        return local_weight(self.modules("B" if self.low_rank else "W")[0], "bias")
+        return local_weight(_last_map(self.linears[0]), "bias")
 
     @property
     def latent_gate(self) -> LatentGate | None:  # type: ignore[override]
         return cast(LatentGate | None, self._owner._modules.get(self._gate))
 
-    def modules(self, kind: str) -> list[Any]:
-        """The linears ("W"), or their factors "A" or "B", one per slot; or the norms of heads ("norm"), for q and k if any."""
-        modules = [self._owner._modules[name] for name in (self._norms if kind == "norm" else self.names)]
-        return [cast(nn.Module, linear)._modules[kind] for linear in modules] if kind in ("A", "B") else modules
+    @property
+    def linears(self) -> list[Any]:
+        """The linears, one per slot."""
+        return [self._owner._modules[name] for name in self.names]
 
     @property
-    def A(self) -> Tensor:  # type: ignore[override]
-        weights = [local_weight(module) for module in self.modules("A" if self.low_rank else "W")]
+    def norms(self) -> list[Any]:
+        """The norms of heads, for q and k if any."""
+        return [self._owner._modules[name] for name in self._norms]
+
+    def maps(self, kind: architecture.MapKind) -> list[Any]:
+        """The modules of the maps of one kind, in the order of `GroupSpec.maps`; whole linears if they are not factored."""
+        linears = self.linears
+        names = [[part.name for part in getattr(slot.linear, kind)] for slot in self.shape.slots]
+        return [
+            linear._modules[name]
+            for part in zip(*names, strict=True)
+            for linear, name in zip(linears, part, strict=True)
+        ]
+
+    @property
+    def inner(self) -> Tensor:  # type: ignore[override]
+        weights = [local_weight(module) for module in (self.maps("inner") if self.low_rank else self.linears)]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     @property
-    def ranks(self) -> list[int]:  # type: ignore[override]
-        return [module.out_features for module in self.modules("A")]
+    def down_widths(self) -> list[int]:  # type: ignore[override]
+        return [module.out_features for module in self.maps("inner")]
+
+    @property
+    def up_widths(self) -> list[int]:  # type: ignore[override]
+        return [module.in_features for module in self.maps("outer")]
 
     def weights(self) -> list[Tensor]:
-        weights = [local_weight(module) for module in self.modules("B" if self.low_rank else "W")]
+        weights = [local_weight(module) for module in (self.maps("outer") if self.low_rank else self.linears)]
         return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
 
-    def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
-        if torch.is_grad_enabled() or a_RI is not None or not self.low_rank:
-            return super().down(x_TI, a_RI)
-        # During generation, concatenating the A factors for each token would take longer than multiplying by them.
-        return gemms([(x_TI, local_weight(module).to(x_TI.dtype).t()) for module in self.modules("A")])
+    def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled() or gamma_I is not None or not self.low_rank:
+            return super().down(x_TI, gamma_I)
+        # During generation, concatenating the inner maps for each token would take longer than multiplying by them.
+        return gemms([(x_TI, local_weight(module).to(x_TI.dtype).t()) for module in self.maps("inner")])
 
     def changed(self, inside: bool = True) -> str | None:
         """The first module that is not plain, with the difference; None: all are plain. `inside` includes factors, the norms of
         heads and the gate."""
-        for slot, name, linear in zip(self.shape.slots, self.names, self.modules("W"), strict=True):
+        for slot, name, linear in zip(self.shape.slots, self.names, self.linears, strict=True):
             if self.low_rank:
-                what = difference(linear, LowRankLinear, activation="silu" if self.silu else "none")
+                usual = LowRankLinear if is_pair(slot.linear, self.act) else FamilyLinear
+                what = difference(linear, usual, act=self.act)
             else:
                 what = difference(linear, nn.Linear, biased=slot.bias)
             if what:
                 return f"{name} {what}"
-            for factor in "AB" if self.low_rank and inside else "":
-                biased = factor == "B" and slot.bias
-                if what := difference(cast(nn.Module, linear._modules[factor]), nn.Linear, biased=biased):
-                    return f"{name}.{factor} {what}"
-        for name, norm in zip(self._norms, self.modules("norm"), strict=True) if inside else ():
+            maps = (*slot.linear.inner, *slot.linear.outer) if inside else ()
+            for part in maps:
+                biased = part is maps[-1] and slot.bias
+                if what := difference(cast(nn.Module, linear._modules[part.name]), nn.Linear, biased=biased):
+                    return f"{name}.{part.name} {what}"
+        for name, norm in zip(self._norms, self.norms, strict=True) if inside else ():
             if what := difference(norm, nn.RMSNorm, eps=self.heads.eps):
                 return f"{name} {what}"
         what = difference(self.latent_gate, Gate) if self.latent_gate is not None and inside else None
@@ -150,15 +176,20 @@ class CalledLinears(SeparateLinears):
         self.is_one_node, self.up_runner = False, self.policy.local
         self._batch = batch
 
-    def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
-        return torch.cat([call(module, x_TI, self._batch) for module in self.modules("A")], dim=-1)
+    @property
+    def up_widths(self) -> list[int]:  # type: ignore[override]
+        # Not asked of the modules, which may be of any class.
+        return [parameter.shape[1] for parameter in self.shape.maps("", "outer")]
+
+    def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
+        return torch.cat([call(module, x_TI, self._batch) for module in self.maps("inner")], dim=-1)
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
-        return self.outputs("B", h_TR.split(list(self.shape.ranks), dim=-1))
+        return self.outputs(self.maps("outer"), h_TR.split(self.up_widths, dim=-1))
 
-    def outputs(self, kind: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        y = [call(module, x, self._batch) for module, x in zip(self.modules(kind), inputs, strict=True)]
-        for slot, norm in enumerate(self.modules("norm")):
+    def outputs(self, modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        y = [call(module, x, self._batch) for module, x in zip(modules, inputs, strict=True)]
+        for slot, norm in enumerate(self.norms):
             y[slot] = call(norm, y[slot].unflatten(-1, (-1, self.heads.head_dim)), self._batch).flatten(1)
         return y
 
@@ -166,15 +197,15 @@ class CalledLinears(SeparateLinears):
 class CalledDense(Dense, CalledLinears):
     """The same, for whole linears, which may be low-rank: no other block uses their latents."""
 
-    def down(self, x_TI: Tensor, a_RI: Tensor | None = None) -> Tensor:
-        return x_TI if self.shape.side == "enter" else self.outputs("W", [x_TI])[0]
+    def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
+        return x_TI if self.shape.side == "enter" else self.outputs(self.linears, [x_TI])[0]
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
-        return (h_TR,) if self.shape.side == "leave" else self.outputs("W", [h_TR] * len(self.names))
+        return (h_TR,) if self.shape.side == "leave" else self.outputs(self.linears, [h_TR] * len(self.names))
 
 
 def called(group: SeparateLinears, batch: int) -> CalledLinears:
-    """If latents pass between blocks, which no linear as a whole knows, A, the latent gate and B are called; else whole linears.
+    """If latents pass between blocks, which no linear as a whole knows, maps and the latent gate are called; else whole linears.
     Raises ConfigError if a whole linear is not plain, but other blocks use its latents."""
     if not group.feeds_next and not group.takes_prev:
         return CalledDense(group, batch)
@@ -215,27 +246,26 @@ class Sublayer(FusedModule):
 
     def _add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
         """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
-        prefix, factors = f"layers.{self.layer}", "AB" if self.model.low_rank else "W"
-        parameters = zip(*(shape.parameters(prefix, factor) for factor in factors), strict=True)
+        prefix = f"layers.{self.layer}"
         separate = self.layout.group_class(SeparateLinears if self.model.low_rank else SeparateDense, shape)
         group: SeparateLinears = separate(self, self.spec, self.layer, shape)
-        for name, stored in zip(group.names, parameters, strict=True):
-            linears = [uninitialized_linear(self.spec, each) for each in stored]
-            self.add_module(name, linears[0])
-            if self.model.low_rank:
-                # Of no size yet: a rank may exceed a shard's width, which `LowRankLinear.__init__` would reject.
-                linear = LowRankLinear(1, 1, 1, activation=self.model.latent_act, device="meta")
-                linear.A, linear.B = linears
-                self.add_module(name, linear)
-            for factor, parameter in zip(factors, stored, strict=True):
-                path = f"{name}.weight" if factor == "W" else f"{name}.{factor}.weight"
-                self.describe_child(path, parameter, self.layout)
+        if self.model.low_rank:
+            for name, slot in zip(group.names, shape.slots, strict=True):
+                self.add_module(name, linear_of(slot.linear, group.act))
+        for kind in architecture.map_kinds(self.model):
+            for number, parameter in enumerate(shape.maps(prefix, kind)):
+                path = group.names[number % len(group.names)]
+                if self.model.low_rank:
+                    path += "." + parameter.name.rpartition(".")[2]
+                self.set_submodule(path, uninitialized_linear(self.spec, parameter))
+                self.describe_child(f"{path}.weight", parameter, self.layout)
         for parameter in architecture.attention_parameters(self.model, shape, prefix):
-            slot_name, kind = parameter.name.split(".")[-2:]
-            if kind == "norm":
+            slot_name, vector = parameter.name.split(".")[-2:]
+            if vector == "norm":
                 add_norm(self, self.spec, parameter, f"{slot_name}_norm")
                 continue
-            path = f"{slot_name}_proj.B" if self.model.low_rank else f"{slot_name}_proj"
+            linear = next(slot for slot in shape.slots if slot.name.endswith(slot_name)).linear
+            path = f"{slot_name}_proj.{linear.outer[-1].name}" if self.model.low_rank else f"{slot_name}_proj"
             self.get_submodule(path).bias = nn.Parameter(torch.empty(self.spec.local_shape(parameter)))
             self.describe_child(f"{path}.bias", parameter, self.layout)
         if architecture.has_latent_gate(self.model, self.layer):

@@ -5,6 +5,7 @@ otherwise all of it. The rank is never sharded here: rows sharded over replicas 
 first. Legend: N local rows of the wide side, R full rank, K tensors of the factor's shape, concatenated.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,14 +44,14 @@ class Factor:
     def tall(self, stored: Tensor) -> Tensor:
         """[rows, columns, K] of the gathered stored tensor -> [N, local rank, K], a view."""
         own = self.param_slice.view(stored)
-        return own if self.parameter.role.endswith(".B") else own.transpose(0, 1)
+        return own if self.parameter.role.endswith(".outer") else own.transpose(0, 1)
 
     def own(self, local: Tensor, tall_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (view of a local tensor, its part of this factor's tall matrix [N, R]): one pair, or none if other replicas
         hold all of its rows."""
-        columns = self.param_slice.rows if self.parameter.role.endswith(".A") else local.shape[1]
+        columns = self.param_slice.rows if self.parameter.role.endswith(".inner") else local.shape[1]
         mine = tall_NR.narrow(1, self.first, columns)
-        mine = mine if self.parameter.role.endswith(".B") else mine.transpose(0, 1)
+        mine = mine if self.parameter.role.endswith(".outer") else mine.transpose(0, 1)
         for param_slice in self.fused.local_slices():
             if param_slice.parameter == self.parameter:
                 yield param_slice.view(local), mine.narrow(0, param_slice.offset, param_slice.rows)
@@ -58,20 +59,25 @@ class Factor:
 
 @dataclass(frozen=True)
 class FactorUnit:
-    """Linears with the same input. Their A factors are fused into one stored tensor and gathered together."""
+    """Linears with the same input. Their inner maps are fused into one stored tensor and gathered together."""
 
-    pairs: tuple[tuple[Factor, Factor], ...]
-    """(A, B) for each linear."""
+    inner: tuple[Factor, ...]
+    outer: tuple[Factor, ...]
+
+    @property
+    def pairs(self) -> Iterator[tuple[Factor, Factor]]:
+        """(A, B) for each linear of a product B A."""
+        return zip(self.inner, self.outer, strict=True)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """All A factors, then all B factors, in storage order."""
-        return (*(a for a, _ in self.pairs), *(b for _, b in self.pairs))
+        """All inner maps, then all outer ones, in storage order."""
+        return (*self.inner, *self.outer)
 
     @property
     def fused_params(self) -> tuple[FusedParam, ...]:
         """Stored tensors that hold the factors."""
-        return (self.pairs[0][0].fused, *(b.fused for _, b in self.pairs))
+        return (self.inner[0].fused, *(b.fused for b in self.outer))
 
 
 class FactorBuckets:
@@ -119,16 +125,18 @@ class FactorBuckets:
 
 
 def _units(fused_params: Sequence[FusedParam], mesh: Mesh) -> Iterator[FactorUnit]:
-    factors = {}
-    for fused in fused_params:
-        for param_slice in fused.slices if is_factor(fused.slices[0].parameter.role) else ():
+    def factors(fused: FusedParam) -> Iterator[Factor]:
+        for param_slice in fused.slices:
             shape = factor_shape(param_slice.parameter, fused.placement, mesh.tp.size)
             first = mesh.tp.rank * (shape.rank // mesh.tp.size) if shape.sharded == "rank" else 0
-            factors[param_slice.parameter.name] = Factor(fused, param_slice, shape, first)
-    for fused in fused_params:
-        names = [param_slice.parameter.name for param_slice in fused.slices]
-        if names[0] in factors and names[0].endswith(".A"):
-            yield FactorUnit(tuple((factors[name], factors[f"{name.removesuffix('.A')}.B"]) for name in names))
+            yield Factor(fused, param_slice, shape, first)
+
+    # A group's outer maps are stored right after its inner maps.
+    stored = [fused for fused in fused_params if is_factor(fused.slices[0].parameter.role)]
+    starts = [n for n, fused in enumerate(stored) if fused.slices[0].parameter.role.endswith(".inner")]
+    for first, end in itertools.pairwise([*starts, len(stored)]):
+        inner, *outer = (tuple(factors(fused)) for fused in stored[first:end])
+        yield FactorUnit(inner, tuple(itertools.chain(*outer)))
 
 
 def _gather_rows(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:

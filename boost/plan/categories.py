@@ -37,9 +37,9 @@ CATEGORIES = {
 """Every category and its description."""
 
 _MADE_BY = {
-    **dict.fromkeys(("embed", "tied", "leave.B", "leave.W", "o.W"), RESIDUAL),
-    **dict.fromkeys(("A", "latent.rows", "latent.whole"), LATENTS),
-    **dict.fromkeys(("enter.B", "q.B", "kv.B", "enter.W", "q.W", "kv.W"), WIDE),
+    **dict.fromkeys(("embed", "tied", "leave.outer", "leave.weight", "o.weight"), RESIDUAL),
+    **dict.fromkeys(("inner", "latent.rows", "latent.whole"), LATENTS),
+    **dict.fromkeys((f"{side}.{kind}" for side in ("enter", "q", "kv") for kind in ("outer", "weight")), WIDE),
 }
 """Category of a GEMM's output, by its weight's role."""
 
@@ -52,9 +52,9 @@ _MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach masked_fi
 def category_of(operation: str, roles: Sequence[str], categories: Sequence[str]) -> tuple[str, str]:
     """Returns (category, role) of an operation's output. The inputs are weights with `roles` and tensors with `categories`.
 
-    A factor A produces latents. A factor B or a weight W produces wide activations in an input projection, and the residual
-    stream in an output projection. The embedding produces the residual stream. Any other operation keeps the category of its
-    inputs (wide activations take precedence over latents, and latents over the residual stream), except that operations outside
+    An inner map produces latents. An outer map or a whole weight produces wide activations in an input projection, and the
+    residual stream in an output projection. The embedding produces the residual stream. Any other operation keeps the category of
+    its inputs (wide activations take precedence over latents, and latents over the residual stream), except that operations outside
     _MOVES turn a residual stream into wide activations. Only tensors computed from weights alone have a role.
     """
     if roles and not categories and operation != "embedding":
@@ -66,5 +66,5 @@ def category_of(operation: str, roles: Sequence[str], categories: Sequence[str])
 
 
 def short_role(role: str) -> str:
-    """Maps a weight's role to the form that `category_of` expects: every factor A becomes 'A'."""
-    return "A" if role.endswith(".A") else role
+    """Maps a weight's role to the form that `category_of` expects: every inner map becomes 'inner'."""
+    return "inner" if role.endswith(".inner") else role

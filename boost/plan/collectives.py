@@ -108,7 +108,7 @@ def stage_sends(
     layer, spec = stage.numbers[-1] if phase == "forward" else stage.numbers[0] - 1, spec_of(parallel)
     shapes = [spec.residual_shape(model, parallel, tokens)]
     for group in groups(model, layer) if has_latent_gate(model, layer + 1) else ():
-        shapes.append(spec.latent_shape(parallel, tokens, sum(group.ranks)))
+        shapes.append(spec.latent_shape(parallel, tokens, sum(group.up_widths)))
     for shape in shapes:
         yield Collective(phase, "send", shape, dtype, 2, "pipeline", axis="pp")
 

@@ -111,7 +111,7 @@ class _LoroBucket:
     def __init__(self, units: Sequence[FactorTensors], parallel: ParallelConfig, deal: Deal | None) -> None:
         self.tp = parallel.tp
         self.shapes = [shape for unit in units for shape in unit.shapes]
-        self.pairs = [pair for unit in units for pair in unit.pairs]
+        self.units = units
         stored = [tensor for unit in units for tensor in unit.stored]
         self.shard = sum(tensor.shard(parallel) for tensor in stored)
         self.local = sum(tensor.elements for tensor in stored)
@@ -145,7 +145,7 @@ class _LoroBucket:
         triangles += 3 * max(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         largest = max(s.elements for s in self.shapes)
         finding = tall + max(bases + 2 * largest, max(bases, final) + triangles + triangles // self.tp)
-        sides = [(a.basis(self.tp), b.basis(self.tp), a.rank) for a, b in self.pairs]
+        sides = [(a.basis(self.tp), b.basis(self.tp), a.rank) for unit in self.units for a, b in unit.pairs]
         small = max(4 * (a * b + (a + b) * rank) for a, b, rank in sides)
         moving = final + self.solved + self.received + max(small, largest)
         return max(making + 4 * self.largest, finding, moving)

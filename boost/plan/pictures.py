@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from boost.config.architecture import GroupSpec, groups
+from boost.config.architecture import GroupSpec, MapKind, Parameter, groups
 from boost.config.layouts import local_shape, num_shards, placement_of
 from boost.config.traffic import ALL_TO_ALL, Collective, statistic_columns
 from boost.drawing import MARGIN, MUTED, PAPER, WIDTH, Canvas
@@ -237,7 +237,9 @@ def _length(n: int, inspection: Inspection) -> float:
     """Width in pixels: proportional up to d, compressed beyond it, and never too thin to show shards."""
     model, p = inspection.config.model, inspection.config.parallel.tp
     panel = panel_width(p)
-    relative = [_relative(slot.rank or slot.d_in, model.dim) for slot in groups(model, inspection.layer)[0].slots]
+    relative = [
+        _relative(slot.linear.down_width or slot.d_in, model.dim) for slot in groups(model, inspection.layer)[0].slots
+    ]
     unit = min(UNIT if p > 2 else UNIT * 1.15, (panel - 40) / sum(relative))
     return round(unit * _relative(n, model.dim), 2)
 
@@ -286,13 +288,13 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
     yield from bars["norm"]
     yield from bars["entry"]
     if not model.low_rank:
-        yield _weights(inspection, group, "W")
+        yield from _weights(inspection, group, "weight")
         yield from bars["exit"]
         return
-    placement_a = placement_of(group.parameters("", "A")[0].role, model, parallel)
+    placement_a = placement_of(group.maps("", "inner")[0].role, model, parallel)
     axis = "x" if placement_a.dim == 0 else "y" if inspection.spec.residual == "tokens" else ""
-    pieces = tuple(DiagramTensor(_length(r, inspection), 20.0, axis, activation=True) for r in group.ranks)
-    k, p = len(group.ranks), parallel.tp
+    pieces = tuple(DiagramTensor(_length(r, inspection), 20.0, axis, activation=True) for r in group.up_widths)
+    k, p = len(group.slots), parallel.tp
     width = "r" if k == 1 else f"{k}r"
     rows, columns = _share("T", p if axis == "y" else 1), _share(width, p if axis == "x" else 1)
     whole = " on every process" if not axis and p > 1 else ""
@@ -304,19 +306,26 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
         gate = "h" if model.gate == "identity" else f"{model.gate} gate(h)"
         details.append(f"{act}LayerNorm(u + {gate})")
     latents = DiagramRow(title, tuple(details), pieces)
-    yield _weights(inspection, group, "A")
+    yield from _weights(inspection, group, "inner")
     # A factor sharded along its input produces partial sums, so the latents follow the collective. Gating latents that are sharded
     # along the rank needs separate collectives, which the latents follow too.
     latents_last = placement_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
     yield from [*bars["between"], latents] if latents_last else [latents, *bars["between"]]
-    yield _weights(inspection, group, "B")
+    yield from _weights(inspection, group, "outer")
     yield from bars["exit"]
 
 
-def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRow:
+def _weights(inspection: Inspection, group: GroupSpec, kind: MapKind) -> Iterator[DiagramRow]:
+    """Yields one row per map of this kind."""
+    maps = group.maps("", kind)
+    for first in range(0, len(maps), len(group.slots)):
+        yield _map(inspection, group, maps[first : first + len(group.slots)], kind == "inner")
+
+
+def _map(inspection: Inspection, group: GroupSpec, parameters: Sequence[Parameter], stacked: bool) -> DiagramRow:
     model, parallel = inspection.config.model, inspection.config.parallel
     pieces, shapes = [], []
-    for slot, parameter in zip(group.slots, group.parameters("", factor), strict=True):
+    for slot, parameter in zip(group.slots, parameters, strict=True):
         placement = placement_of(parameter.role, model, parallel)
         rows, columns = parameter.shape
         axis = {None: "", 0: "y", 1: "x"}[placement.dim]
@@ -332,7 +341,8 @@ def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRo
         names = ", ".join(name.partition(".")[2] for _, name in same)
         details.append(text if text == shapes[0][0] == shapes[-1][0] else f"{names}: {text}")
     names = ", ".join(slot.name.partition(".")[2] for slot in group.slots)
-    return DiagramRow(f"{factor} of {names}", tuple(details), tuple(pieces), stacked=factor == "A")
+    name = parameters[0].name.rpartition(".")[2]
+    return DiagramRow(f"{name} of {names}", tuple(details), tuple(pieces), stacked=stacked)
 
 
 def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
@@ -375,7 +385,7 @@ def _is_for_latent_gate(inspection: Inspection, group: GroupSpec, width: int) ->
     """Whether a collective belongs to gated latents that are sharded along the bottleneck rank."""
     if not inspection.has_latent_gate or not inspection.spec.shards_rank:
         return False
-    return width in (2, 2 * len(group.slots), sum(group.ranks), *group.ranks)
+    return width in (2, 2 * len(group.slots), sum(group.up_widths), *group.up_widths)
 
 
 def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:

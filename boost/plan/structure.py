@@ -5,9 +5,10 @@ torch. A test compares them with the modules.
 """
 
 import functools
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from boost.config import architecture
@@ -97,16 +98,21 @@ def processes_on(axis: str, parallel: ParallelConfig) -> int:
 class FactorTensors(NamedTuple):
     """The factors of linears with the same input (`boost.optim.factors.FactorUnit`), and the tensors that store them."""
 
-    pairs: tuple[tuple[FactorShape, FactorShape], ...]
-    """(A, B) for each linear."""
+    inner: tuple[FactorShape, ...]
+    outer: tuple[FactorShape, ...]
     stored: tuple[StoredTensor, ...]
     scales: tuple[float, ...]
-    """Multiplier of the learning rate of each A (`rate_scale`)."""
+    """Multiplier of the learning rate of each inner map (`rate_scale`)."""
 
     @property
     def shapes(self) -> tuple[FactorShape, ...]:
         """Shapes of all factors."""
-        return tuple(shape for pair in self.pairs for shape in pair)
+        return (*self.inner, *self.outer)
+
+    @property
+    def pairs(self) -> Iterator[tuple[FactorShape, FactorShape]]:
+        """(A, B) for each linear of a product B A."""
+        return zip(self.inner, self.outer, strict=True)
 
 
 class HeldTensors:
@@ -164,7 +170,6 @@ _held = functools.lru_cache(MAX_CACHED)(HeldTensors)
 
 
 @functools.lru_cache(MAX_CACHED)
-@functools.lru_cache(MAX_CACHED)
 def _tensors_of(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> tuple[StoredTensor, ...]:
     tensors = [_stored(model, parallel, (architecture.embedding(model),))] if stage.has_embedding else []
     for layer in stage.numbers:
@@ -190,13 +195,13 @@ def _factors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> tuple[
     units = []
     for group in architecture.groups(model, layer):
         fused = list(fused_weights(model, group, "", placement))
-        downs, *ups = (
-            [factor_shape(parameter, placement(parameter.role), parallel.tp) for parameter in parameters]
+        inner, *outer = (
+            tuple(factor_shape(parameter, placement(parameter.role), parallel.tp) for parameter in parameters)
             for parameters in fused
         )
-        pairs = tuple((down, up) for down, (up,) in zip(downs, ups, strict=True))
         stored = tuple(_stored(model, parallel, parameters) for parameters in fused)
-        units.append(FactorTensors(pairs, stored, tuple(rate_scale(a, model.dim) for a in fused[0])))
+        scales = tuple(rate_scale(a, model.dim) for a in fused[0])
+        units.append(FactorTensors(inner, tuple(itertools.chain(*outer)), stored, scales))
     return tuple(units)
 
 

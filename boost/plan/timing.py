@@ -120,7 +120,7 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
         total[work._replace(phase="step", place="optimizer")] += times
 
     units = held_tensors(config, stages).factors
-    shapes = Counter(pair[side] for unit in units for side in (0, 1) for pair in unit.pairs)
+    shapes = Counter(shape for unit in units for shape in unit.shapes)
     for shape, count in shapes.items():
         n, r = shape.rows, shape.rank
         add(gemm(r, r, n, dtype), count * _is_summed(shape, parallel))

@@ -147,7 +147,7 @@ def _forward(
     for _ in range(parts):
         x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
         prev = [
-            tracer.new_input(tracer.layout.latent_shape(sum(group.shape.ranks), tracer.tokens), LATENTS)
+            tracer.new_input(tracer.layout.latent_shape(sum(group.shape.up_widths), tracer.tokens), LATENTS)
             for group in block.groups
             if group.takes_prev
         ]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boost.models.latents import ACTS
 from boost.parallel.loss import logit_gradient, token_logits
 
 
@@ -29,8 +30,8 @@ def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     gamma = numbers(24, dtype=c.dtype)
     columns, mine, counted = torch.arange(37) % 24, torch.arange(37) % 3 > 0, torch.arange(37) % 5 > 0
     return {
-        "activated": (u, c, True),
-        "activated_backward": (u + 1, u, c, True),
+        "activated": (u, c, ACTS["silu"]),
+        "activated_backward": (u + 1, u, c, ACTS["silu"]),
         "gated": (u, u + 1),
         "gated_backward": (u + 2, u, u + 1),
         "rotated": (numbers(*x, dtype=dtype), cos, sin, -1),

@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models.kernels import UpProject, scaled
+from boost.models.latents import ACTS
 
 
 def up_project(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor]) -> list[Tensor]:
-    return list(UpProject.apply(u_TR, c_T1, silu, None, *weights))
+    return list(UpProject.apply(u_TR, c_T1, ACTS["silu" if silu else "none"], None, *weights))
 
 
 def plain(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor]) -> list[Tensor]:

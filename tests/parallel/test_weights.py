@@ -135,9 +135,9 @@ def copied(config: Config) -> set[str]:
 def test_weights_scaled_before_the_cast_have_no_copy() -> None:
     """Under btp this is A of norm(x): rounded twice, the online norm would be less accurate than sync."""
     config = toy.toy_config("bfloat16", parallel={"layout": "btp", "tp": 2}, train=BF16)
-    others = {"enter.B", "q.B", "kv.B", "o.A", "leave.A", "leave.B", "head"}
+    others = {"enter.outer", "q.outer", "kv.outer", "o.inner", "leave.inner", "leave.outer", "head"}
     assert run_distributed(2, copied, config) == [others] * 2
-    assert copied(toy.single(config)) == others | {"enter.A"}
+    assert copied(toy.single(config)) == others | {"enter.inner"}
 
 
 def test_a_failed_pass_leaves_the_weights_in_place() -> None:

@@ -35,5 +35,5 @@ def test_stored_tensors_are_those_of_the_modules(layout: str, model: str) -> Non
     held = held_tensors(config, [stage])
     planned = [((t.rows, *([] if t.vector else [t.columns])), t.placement) for t in held.tensors]
     assert planned == [(tuple(p.parameter.shape), p.placement) for p in params]
-    units = [tuple((a.shape, b.shape) for a, b in unit.pairs) for unit in _units(params, tracer.layout.mesh)]  # type: ignore[attr-defined]
-    assert [unit.pairs for unit in held.factors] == units
+    units = _units(params, tracer.layout.mesh)  # type: ignore[attr-defined]
+    assert [unit.shapes for unit in held.factors] == [tuple(factor.shape for factor in unit.factors) for unit in units]

@@ -32,16 +32,16 @@ class BTPSpec(LayoutSpec):
     placements: ClassVar[dict[str, Placement]] = {
         "norm": Placement(0),
         "final_norm": PARTIAL,  # every rank applies the whole final norm, then its shard of the head
-        "enter.A": Placement(1),
-        "enter.B": Placement(0),
-        "kv.B": Placement(0),
-        "leave.A": Placement(1),
-        "leave.B": Placement(0),
+        "enter.inner": Placement(1),
+        "enter.outer": Placement(0),
+        "kv.outer": Placement(0),
+        "leave.inner": Placement(1),
+        "leave.outer": Placement(0),
         "latent.rows": PARTIAL,  # gradients of latents are all-reduced after the gates' backward pass
         "latent.whole": PARTIAL,
     }
     head_comms = (GATHER,)
-    scaled = frozenset({"enter.A"})  # multiplied by gamma
+    scaled = frozenset({"enter.inner"})  # multiplied by gamma
     searched: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("online", "sync")}
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
@@ -51,7 +51,7 @@ class BTPSpec(LayoutSpec):
         elif context.group.side == "enter":
             statistic = statistic_columns(context.dtype, context.parallel.tp)
         # All-reduces of partial latents, with the statistic, and of their gradients.
-        yield from context.merged(SUM_BOTH, context.group.ranks, forward_only=statistic)
+        yield from context.merged(SUM_BOTH, context.group.down_widths, forward_only=statistic)
 
     def norm_note(self, parallel: ParallelConfig) -> str:
         return "statistic sent with the latents" if parallel.norm == "online" else "statistic sent by itself"

@@ -38,11 +38,11 @@ class BTPSPSpec(LayoutSpec):
     placements: ClassVar[dict[str, Placement]] = {
         "norm": PARTIAL,
         "final_norm": PARTIAL,
-        "enter.A": PARTIAL,
-        "enter.B": Placement(0),
-        "kv.B": Placement(0),
-        "leave.A": Placement(1),
-        "leave.B": PARTIAL,
+        "enter.inner": PARTIAL,
+        "enter.outer": Placement(0),
+        "kv.outer": Placement(0),
+        "leave.inner": Placement(1),
+        "leave.outer": PARTIAL,
         "latent.rows": PARTIAL,
         "latent.whole": PARTIAL,
     }
@@ -51,5 +51,8 @@ class BTPSPSpec(LayoutSpec):
     gathers_latents = True
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        comm = GATHER if context.group.side == "enter" else SCATTER_SUM
-        yield from context.merged(comm, list(context.group.ranks))
+        group = context.group
+        if group.side == "enter":
+            yield from context.merged(GATHER, group.up_widths)
+        else:
+            yield from context.merged(SCATTER_SUM, group.down_widths)

@@ -48,9 +48,9 @@ class MegatronSpec(LayoutSpec):
     placements: ClassVar[dict[str, Placement]] = {
         "norm": WHOLE,
         "final_norm": WHOLE,
-        "enter.W": Placement(0),
-        "kv.W": Placement(0),
-        "leave.W": Placement(1),
+        "enter.weight": Placement(0),
+        "kv.weight": Placement(0),
+        "leave.weight": Placement(1),
     }
     embed_comms = (GATHER_REPLICATED,)
     head_comms = (SUM_BACKWARD,)

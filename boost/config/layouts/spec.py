@@ -160,8 +160,8 @@ class LayoutSpec:
         if role == "bias.o":
             return {"hidden": Placement(0), "tokens": PARTIAL, "replicated": WHOLE}[self.residual]
         placements = {**_ENDS, **self.placements}
-        side, _, factor = role.partition(".")
-        placement = placements[role if role in placements else f"{_USUAL.get(side, side)}.{factor}"]
+        side, _, kind = role.partition(".")
+        placement = placements[role if role in placements else f"{_USUAL.get(side, side)}.{kind}"]
         if role.startswith("kv.") and placement.dim == 0 and model.kv_heads < parallel.tp:
             return PARTIAL
         return placement
@@ -169,28 +169,30 @@ class LayoutSpec:
     @property
     def shards_rank(self) -> bool:
         """Whether latents are sharded along the bottleneck rank."""
-        return self.placements.get("enter.A", WHOLE).dim == 0
+        return self.placements.get("enter.inner", WHOLE).dim == 0
 
     @property
     def communicates_at_bottleneck(self) -> bool:
         """Whether groups communicate latents, because the inner factors are sharded along heads and channels."""
-        return self.placements.get("enter.B", WHOLE).dim == 0
+        return self.placements.get("enter.outer", WHOLE).dim == 0
 
     @property
     def has_whole_factors(self) -> bool:
         """Whether some factors are replicated over TP ranks (parallel.shard_outer can shard them)."""
-        return any(role.endswith((".A", ".B")) and placement.partial for role, placement in self.placements.items())
+        return any(
+            role.endswith((".inner", ".outer")) and placement.partial for role, placement in self.placements.items()
+        )
 
     @property
     def ends_with_comm(self) -> bool:
         """Whether a block ends with a collective, whose result the backward pass does not need."""
-        return not self.mlp_token_local and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
+        return not self.mlp_token_local and self.placements["leave.outer" if self.low_rank else "leave.weight"].dim == 1
 
     def may_have_copy(self, role: str) -> bool:
         """Whether weights with this role can have a working copy (train.working_copies). Factors, dense weights and the head can,
         except `scaled` weights, which a copy would round twice. The embedding has no copy because a step casts only some of its
         rows, unless it is also the head; norms and latent gates are too small to need one."""
-        return role.endswith((".A", ".B", ".W", "head", "tied")) and role not in self.scaled
+        return role.endswith((".inner", ".outer", ".weight", "head", "tied")) and role not in self.scaled
 
     def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
         """Local shape of the residual stream for `tokens` tokens."""
@@ -239,7 +241,7 @@ class LayoutSpec:
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
         """Notes about what the tables do not show, one sentence each."""
-        if self.placement("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
+        if self.placement("kv.outer" if model.low_rank else "kv.weight", model, parallel).partial:
             yield (
                 f"model.kv_heads = {model.kv_heads} is less than parallel.tp = {parallel.tp}: each process holds the weights of "
                 "all key/value heads and uses those of its own head"
@@ -254,10 +256,8 @@ class LayoutSpec:
         return []
 
     def rank_fields(self, model: ModelConfig) -> dict[str, int]:
-        """Bottleneck ranks that p must divide, by configuration key."""
-        if not self.shards_rank:
-            return {}
-        return {"model.rank": model.rank or 0, **{f"model.ranks.{name}": rank for name, rank in model.ranks.items()}}
+        """Widths of latents that p must divide, by configuration key."""
+        return model.widths() if self.shards_rank else {}
 
     # The table of collectives.
 

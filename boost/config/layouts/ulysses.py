@@ -15,7 +15,7 @@ Elements sent per token, forward and backward: 2 (min(r, d/p) + 2 min(r, d_kv/p)
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from boost.config.architecture import Slot, groups
+from boost.config.architecture import Slot, different_blocks, groups
 from boost.config.layouts.spec import (
     EXCHANGE,
     GATHER,
@@ -38,7 +38,7 @@ class CrossingSpec(LayoutSpec):
     placements: ClassVar[dict[str, Placement]] = dict.fromkeys(
         (
             *("norm", "final_norm", "latent.rows", "latent.whole"),
-            *(f"{side}.{factor}" for side in ("enter", "kv", "leave") for factor in "ABW"),
+            *(f"{side}.{kind}" for side in ("enter", "kv", "leave") for kind in ("inner", "outer", "weight")),
         ),
         PARTIAL,
     )
@@ -63,7 +63,7 @@ class CrossingSpec(LayoutSpec):
 
     def sent_to_each(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int:
         """Elements per token that one rank needs from this projection: its heads, or the latent."""
-        return heads_width(slot, model, parallel) if self.crosses_as_heads(slot, model, parallel) else slot.rank or 0
+        return heads_width(slot, model, parallel) if self.crosses_as_heads(slot, model, parallel) else _sent_width(slot)
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
         yield (
@@ -110,19 +110,18 @@ class BTPCPSpec(CrossingSpec):
         """Whether one rank's heads are narrower than this projection's widest latent over all blocks. All blocks make the same
         choice, and so do k and v."""
         names = ("attn.k", "attn.v") if slot.kv else (slot.name,)
-        layers = range(model.layers if model.ranks else 1)
-        widest = max(model.rank_of(layer, name) or 0 for layer in layers for name in names)
+        widest = max(_sent_width(_slot(name, model, layer)) for layer in different_blocks(model) for name in names)
         return heads_width(slot, model, parallel) < widest
 
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
-        sharded = {"q.B": ("attn.q", Placement(0)), "kv.B": ("attn.k", Placement(0)), "o.A": ("attn.o", Placement(1))}
-        if role not in sharded:
+        at_heads = {"q.outer": "attn.q", "kv.outer": "attn.k", "o.inner": "attn.o"}
+        if role not in at_heads:
             return PARTIAL if role in self.placements else super().placement(role, model, parallel)
-        name, placement = sharded[role]
-        if self.crosses_as_heads(_slot(name, model), model, parallel):
+        if self.crosses_as_heads(_slot(at_heads[role], model), model, parallel):
             return PARTIAL
         # Fewer key/value heads than TP ranks: see LayoutSpec.placement.
-        return PARTIAL if role == "kv.B" and model.kv_heads < parallel.tp else placement
+        is_copy = role == "kv.outer" and model.kv_heads < parallel.tp
+        return PARTIAL if is_copy else Placement(0 if role.endswith(".outer") else 1)
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
         words: dict[bool, list[str]] = {}
@@ -141,5 +140,10 @@ def heads_width(slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int
     return max(width // parallel.tp, model.head_dim)
 
 
-def _slot(name: str, model: ModelConfig) -> Slot:
-    return next(slot for group in groups(model, 0) for slot in group.slots if slot.name == name)
+def _slot(name: str, model: ModelConfig, layer: int = 0) -> Slot:
+    return next(slot for group in groups(model, layer) for slot in group.slots if slot.name == name)
+
+
+def _sent_width(slot: Slot) -> int:
+    """Width of the latent that this projection sends: h into q, k and v, partial sums of u out of o."""
+    return slot.linear.down_width if slot.name == "attn.o" else slot.linear.up_width

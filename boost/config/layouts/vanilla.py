@@ -62,11 +62,11 @@ class VanillaSpec(LayoutSpec):
     placements: ClassVar[dict[str, Placement]] = {
         "norm": WHOLE,
         "final_norm": WHOLE,
-        "enter.A": Placement(0),
-        "enter.B": Placement(1),
-        "kv.B": Placement(1),
-        "leave.A": Placement(0),
-        "leave.B": Placement(1),
+        "enter.inner": Placement(0),
+        "enter.outer": Placement(1),
+        "kv.outer": Placement(1),
+        "leave.inner": Placement(0),
+        "leave.outer": Placement(1),
         "latent.rows": Placement(0),
         "latent.whole": PARTIAL,
     }
@@ -102,7 +102,7 @@ class VanillaSpec(LayoutSpec):
         if not context.has_latent_gate:
             return
         if context.model.mixes:
-            yield PlannedComm(GATHER, sum(context.group.ranks))
+            yield PlannedComm(GATHER, sum(context.group.up_widths))
         yield PlannedComm(SUM_BOTH, 2 * len(context.group.slots), dtype="float64")
 
     def variant(self, parallel: ParallelConfig) -> list[str]:

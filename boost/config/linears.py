@@ -1,0 +1,57 @@
+"""What a linear of a family consists of, as data: maps from its input to latents (inner) and from latents to its output (outer).
+
+Layouts, storage, initialization, the planner and optimizers know parameters by this description alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Initial = float | str | Callable[..., Any]
+"""A parameter's initial values: the standard deviation of a normal draw, or a function (parameter, model, seed) -> the whole fp32
+tensor, or its `module:name`. It must depend on these arguments alone, so that all meshes start from the same weights."""
+
+SPECTRAL = "boost.models.init:spectral"
+"""Initial value of A and B: the truncated SVD of the dense linear's own initial weight."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A linear before its family is known: its name (attn.q, ...), input width and output width."""
+
+    name: str
+    d_in: int
+    d_out: int
+
+
+@dataclass(frozen=True)
+class Map:
+    """A matrix of a linear. `width`: of the latent that it makes (inner, [width, d_in]) or reads (outer, [d_out, width]); d_out of
+    a whole weight [d_out, d_in]."""
+
+    name: str
+    width: int
+    initial: Initial
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = W x (`weight`), or y = sum of outer maps of h, where h = act(u) and u is the results of the inner maps side by side.
+
+    The columns of h are those of the outer maps side by side, so act may change the width, as a gate does from 2 r to r.
+    """
+
+    inner: tuple[Map, ...] = ()
+    outer: tuple[Map, ...] = ()
+    weight: tuple[Map, ...] = ()
+    """At most one."""
+
+    @property
+    def down_width(self) -> int:
+        """Width of u."""
+        return sum(part.width for part in self.inner)
+
+    @property
+    def up_width(self) -> int:
+        """Width of h."""
+        return sum(part.width for part in self.outer)
