@@ -7,8 +7,10 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from boost.config.load import load
 from boost.errors import StorageError
 from boost.train import best_effort as module
 from boost.train import checkpoint as ckpt
+from boost.train import worker
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
 from boost.train.heartbeat import FolderBoard, read_beats
@@ -141,6 +144,18 @@ def test_output_that_cannot_be_written_does_not_end_a_run(store: Path, tmp_path:
         process = ForkedPython(function, [training(folder, store, *words)[3:]], os.environ, output)
         assert (process.wait(), saved_steps(folder / "run"), process.said()) == (0, [3], ("", ""))
         process.close()
+
+
+@pytest.mark.slow
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code(tmp_path: Path, dev_full: Path) -> None:
+    """Of a command, and of a process whose report cannot be written either."""
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open(dev_full, "w") as full:
+        assert subprocess.run([sys.executable, "-m", "boost.cli.main", "x"], stderr=full, env=buffered).returncode == 2
+    spec = SimpleNamespace(folder=tmp_path / "gone", log_dir=None)
+    process = ForkedPython(worker._report_and_leave, [spec, 0, StorageError("x")], os.environ, str(dev_full))
+    assert process.wait() == 2
+    process.close()
 
 
 def into_a_closed_pipe(words: list[str]) -> int:
