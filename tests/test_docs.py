@@ -257,7 +257,7 @@ def test_commands_in_the_pages_have_their_flags() -> None:
                     for flag in used
                     if flag not in known and not flag.startswith("--model.ranks.")
                 ]
-    assert seen > 150
+    assert seen > 180
     assert wrong == []
 
 

@@ -458,6 +458,7 @@ def test_tables_are_read_row_by_row(tmp_path):
     reasons = {"with a text field that is not a string": ["row 3: NoneType"], "empty": ["row 130"]}
     assert skips(report) == {(name, reason): rows for name in names for reason, rows in reasons.items()}
     assert any(name == "a.arrow" and "from column 'body'" in note for name, note in notes(report))
+    assert {(name, "with unread columns: n") for name in names} <= notes(report).keys()
     assert report.consumed == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
