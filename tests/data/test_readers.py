@@ -224,11 +224,7 @@ def test_other_encodings_are_converted_and_noted(encoding, tmp_path, monkeypatch
 
 
 def test_utf8_byte_order_marks_are_left_out(tmp_path):
-    for name, content in {
-        "a.txt": "é",
-        "b.jsonl": '{"text": "é"}\n',
-        "d.json": '[{"text": "é"}]',
-    }.items():
+    for name, content in {"a.txt": "é", "b.jsonl": '{"text": "é"}\n', "d.json": '[{"text": "é"}]'}.items():
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content.encode())
     documents, report = read(FilesSource(tmp_path))
     assert [text for _, text in documents] == ["é"] * 3 and skips(report) == {}

@@ -1,14 +1,11 @@
 """Time limits for requests that may block, with a clock that is set."""
 
-import os
-import sys
 import threading
 from typing import Any
 
 import pytest
 
 from boost.train import overdue
-from tests.train.commands import ForkedPython
 
 
 class Over(threading.Event):
@@ -53,23 +50,3 @@ def test_the_process_ends_with_one_line_that_asks_for_another_try(monkeypatch: p
     with overdue.time_limit(0.0, "nothing answers"):
         assert ended.wait(600)
     assert left == [3] and capsys.readouterr().err == "boost: error: nothing answers\n"
-
-
-def end_without_output(streams: str) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.write("text")  # stays in its buffer
-        if streams == "closed":
-            stream.close()
-    if streams == "missing":
-        sys.stdout = sys.stderr = None  # type: ignore[assignment]
-    elif streams == "invalid":
-        os.close(1)
-    overdue.end_process("nothing answers", 7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("streams", ["closed", "missing", "invalid"])
-def test_the_process_ends_with_its_code_if_its_output_cannot_be_written(streams: str) -> None:
-    process = ForkedPython(end_without_output, [streams], os.environ)
-    assert process.wait() == 7, process.said()
-    process.close()

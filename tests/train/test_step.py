@@ -23,7 +23,7 @@ from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import resume_candidates
 from tests import toy
 from tests.distributed import run_distributed
-from tests.matrices import chosen, first, one_in
+from tests.matrices import chosen, one_in
 from tests.recorded import recorded_graphs
 from tests.train.runs import RATE, Warnings, losses, make_config, make_trainer, mask_step, started
 
@@ -231,45 +231,22 @@ def modes_agree(config: Config, acts: Acts) -> tuple[dict[str, list[Any]], int]:
     return {mode: diary.seen for mode, diary in diaries.items()}, passes
 
 
-def steps_without_targets(config: Config, ahead: bool) -> None:
-    """The third and the fourth of five steps."""
-    warnings, states = Warnings(), list[list[torch.Tensor]]()
-    trainer = started(config, warnings, ahead=ahead)
+@pytest.mark.parametrize("optim", [{"decay_on": "all"}, {"name": "muon"}, {"name": "loro", "exact_every": 2}], ids=str)
+def test_a_step_without_targets_changes_nothing(store: Path, tmp_path: Path, optim: dict[str, Any]) -> None:
+    """Weight decay, momentum, and LORO's exact steps would move the weights although all gradients are 0."""
+    config, warnings = make_config(store, tmp_path, model={"family": "svd"}), Warnings()
+    trainer = started(config.changed(optim={"weight_decay": 0.1, **optim}), warnings)
     mask_step(trainer, 3)
     mask_step(trainer, 4)
+    states = list[list[torch.Tensor]]()
     for step in range(1, 6):
         stats = trainer.step(RATE)
         assert ((stats.targets, stats.loss, stats.gradient_norm) == (0, 0, 0)) == (step in (3, 4))
         tensors = (*(fused.tensor.detach() for fused in trainer.fused_params), *trainer.optimizer.state_tensors())
         states.append([tensor.clone() for tensor in tensors])
     assert all(map(torch.equal, states[1], states[3])) and not all(map(torch.equal, states[3], states[4]))
-    assert trainer.judge.bad_steps == 0 and trainer.position.step == 5
+    assert (trainer.judge.bad_steps, trainer.position.step) == (0, 5)
     assert warnings.seen == ["step 3 changed nothing, because none of its tokens has a target"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optim", "family", "parallel"),
-    first(
-        5,
-        [
-            ({"decay_on": "all"}, "cola", {"tp": 1}),
-            ({"name": "loro", "exact_every": 2}, "svd", {"tp": 1}),
-            ({"name": "muon"}, "cola", {"layout": "btp-sp", "tp": 2}),
-            *(({}, "cola", {**mesh, "tp": 1}) for mesh in (SHARDED[1], {"pp": 2}, {"cp": 2})),
-            ({"name": "muon"}, "cola", {**SHARDED[0], "tp": 1}),
-            ({"name": "loro", "exact_every": 2}, "svd", {"layout": "vanilla", "tp": 2}),
-        ],
-    ),
-)
-def test_a_step_without_targets_changes_nothing(
-    store: Path, tmp_path: Path, optim: dict[str, Any], family: str, parallel: dict[str, Any]
-) -> None:
-    """Weight decay, momentum, and LORO's exact steps would move the weights although all gradients are 0."""
-    config = make_config(store, tmp_path, model={"family": family, "layers": 2}, parallel=parallel)
-    config = config.changed(optim={"weight_decay": 0.1, **optim})
-    for ahead in (False, True)[: 2 if "name" not in optim and config.parallel.world_size == 1 else 1]:
-        run_distributed(config.parallel.world_size, steps_without_targets, config, ahead)
 
 
 @pytest.mark.parametrize("mode", ["ahead", "graphs"])
