@@ -26,7 +26,8 @@ LAUNCHED = "BOOST_LAUNCHED"
 def print_error(message: str) -> None:
     """Prints an error as one line on stderr, escaped because names and values in it may be untrusted.
 
-    Under `boost launch`, leaves the line in a file of torchrun's instead: the launcher prints one error for all processes.
+    Under `boost launch`, leaves the line in a file of torchrun's instead: the launcher prints one error for all processes. Does not
+    raise if the line cannot be written, because the caller then ends a process, or restarts others.
     """
     line = error_line(message)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -35,7 +36,10 @@ def print_error(message: str) -> None:
             Path(f"{report}.tmp").write_text(json.dumps({"message": line, "timestamp": time.time()}), encoding="utf-8")
             os.replace(f"{report}.tmp", report)
             return
-    print(f"boost: error: {line}", file=sys.stderr, flush=True)
+    try:
+        print(f"boost: error: {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # Python would try again at the end, and exit with 120
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (stays open)
 
 
 def error_line(message: str) -> str:

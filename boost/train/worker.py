@@ -146,7 +146,8 @@ def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None
         if logger.handlers:
             logger.error("%s", report.trace)
     if not report.write(spec.folder):
-        print(f"boost: error: {printable_text(report.message)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"boost: error: {printable_text(report.message)}", file=sys.stderr, flush=True)
     leave(report.exit_code)
 
 

@@ -61,14 +61,15 @@ def test_samples_of_a_prompt_differ(generate: Generate) -> None:
     assert out == "".join(f"{header}\n{line['prompt']}{line['text']}\n" for header, line in each)
 
 
-def test_prompts_of_files(tmp_path: Path, generate: Generate) -> None:
+def test_prompts_of_files(tmp_path: Path, checkpoint: Path, capsys: Capture) -> None:
     plain, structured = tmp_path / "p.txt", tmp_path / "p.jsonl"
     odd = "class \x0c \x85 \u2028"  # what else splits lines, but not those of a file
     plain.write_text(f"def \r\n\n{odd}\n", encoding="utf-8", newline="")
     structured.write_text('{"prompt": "a\\nb"}\n{"prompt": "class ", "id": 7}\n')
-    for file, expected in ((plain, ["x", "def ", odd]), (structured, ["x", "a\nb", "class "])):
-        out = generate("--prompts", file, "--prompt", "x", "--json", *SHORT)
-        assert [each["prompt"] for each in lines_of(out)] == expected
+    warning = f"warning: --prompts = '{structured}': fields without effect: id\n"
+    for file, expected, said in ((plain, ["x", "def ", odd], ""), (structured, ["x", "a\nb", "class "], warning)):
+        code, out, err = say(capsys, "generate", checkpoint, "--prompts", file, "--prompt", "x", "--json", *SHORT)
+        assert ([line["prompt"] for line in lines_of(out)], code, err) == (expected, 0, said)
 
 
 @pytest.mark.parametrize(("words", "expected"), [([], ["a\nb"]), (["--prompt", "c"], ["c"])])

@@ -68,14 +68,21 @@ def test_a_tied_model_is_untied_on_request_and_the_report_counts_its_head(
         assert "9600" in next(line for line in said.splitlines() if line.startswith("untied parameters"))
 
 
-def test_generation_samples_as_the_folder_says(llama: Path, tmp_path: Path, capsys: Capture) -> None:
-    (llama / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 9.0, "top_k": 1}))
+def test_generation_samples_and_ends_as_the_folder_says(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    settings = {"do_sample": True, "temperature": 9.0, "top_k": 1}
+    (llama / "generation_config.json").write_text(json.dumps(settings))
     done(capsys, "import", str(llama), "--out", str(tmp_path / "c"))
     words = ["generate", str(tmp_path / "c"), "--prompt", "def ", "--json", "--max-tokens", "8"]
     greedy = done(capsys, *words, "--greedy")
     assert done(capsys, *words) == greedy != done(capsys, *words, "--top-k", "0")
     model = boost.Model.from_pretrained(llama)
     assert model.generate("def ", 8) == json.loads(greedy)["text"] != model.generate("def ", 8, top_k=0)
+    tokens, new = json.loads(greedy)["tokens"], list[int]()
+    (llama / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [0, tokens[2]]}))
+    done(capsys, "import", str(llama), "--out", str(tmp_path / "ends"))
+    boost.Model.from_pretrained(llama).generate("def ", 8, on_token=new.append)
+    ended = json.loads(done(capsys, "generate", str(tmp_path / "ends"), *words[2:]))
+    assert ended["tokens"] == new == tokens[: tokens.index(tokens[2]) + 1] != tokens
     for name, value in (("temperature", 10**30), ("top_k", True)):
         (llama / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}))
         with pytest.raises(ConfigError, match=f"{name} = {value} in the imported generation_config.json is not valid"):

@@ -303,10 +303,7 @@ def test_repeated_signals_do_not_interrupt_a_save(number: int, store: Path, tmp_
 @pytest.mark.nightly  # the message's code and text without processes: the root causes above
 @pytest.mark.parametrize(
     ("is_slow", "code", "error"),
-    [
-        (True, 3, "was still saving when torchrun's time limit after SIGTERM ended it"),
-        (False, 2, "checkpoints"),
-    ],
+    [(True, 3, "was still saving when torchrun's time limit after SIGTERM ended it"), (False, 2, "checkpoints")],
 )
 def test_a_save_that_fails_after_a_signal_is_reported(
     is_slow: bool, code: int, error: str, store: Path, tmp_path: Path

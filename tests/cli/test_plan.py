@@ -99,13 +99,7 @@ def test_flags_say_first_what_selects_a_class(words: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "sequences"),
-    [
-        ("256", 256),
-        ("1M-tokens", 256),
-        ("500k-tokens", 128),
-        ("4M", 1024),
-        ("96-sequences", 96),
-    ],
+    [("256", 256), ("1M-tokens", 256), ("500k-tokens", 128), ("4M", 1024), ("96-sequences", 96)],
 )
 def test_global_batches(words: str, sequences: int) -> None:
     assert global_batch(words, 4096, 16) == sequences

@@ -142,9 +142,8 @@ def test_a_folder_saved_again_keeps_its_tokenizer(
     path = save(tmp_path / "c", config, tmp_path / "tokenizer.json", fingerprint=fingerprint, bos=start)
     first = give(path, tmp_path / "first")
     tokenizer = transformers.AutoTokenizer.from_pretrained(first, trust_remote_code=True)
-    tokenizer(
-        ["a", "b c d"], padding=True, truncation=True, max_length=8
-    )  # sets padding and truncation, which are saved too
+    # This sets padding and truncation, which are saved too.
+    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=8)
     transformers.AutoModelForCausalLM.from_pretrained(first, trust_remote_code=True).save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
     back = bring(tmp_path / "saved", tmp_path / "imported")

@@ -224,11 +224,7 @@ def test_other_encodings_are_converted_and_noted(encoding, tmp_path, monkeypatch
 
 
 def test_utf8_byte_order_marks_are_left_out(tmp_path):
-    for name, content in {
-        "a.txt": "é",
-        "b.jsonl": '{"text": "é"}\n',
-        "d.json": '[{"text": "é"}]',
-    }.items():
+    for name, content in {"a.txt": "é", "b.jsonl": '{"text": "é"}\n', "d.json": '[{"text": "é"}]'}.items():
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content.encode())
     documents, report = read(FilesSource(tmp_path))
     assert [text for _, text in documents] == ["é"] * 3 and skips(report) == {}
@@ -458,6 +454,7 @@ def test_tables_are_read_row_by_row(tmp_path):
     reasons = {"with a text field that is not a string": ["row 3: NoneType"], "empty": ["row 130"]}
     assert skips(report) == {(name, reason): rows for name in names for reason, rows in reasons.items()}
     assert any(name == "a.arrow" and "from column 'body'" in note for name, note in notes(report))
+    assert {(name, "with unread columns: n") for name in names} <= notes(report).keys()
     assert report.consumed == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 

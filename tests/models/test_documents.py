@@ -52,9 +52,8 @@ def reference_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: 
     places = []
     for x, begin in ((q, starts), (k, starts_k)):
         number = torch.bucketize(torch.arange(x.shape[0]), begin, right=True)
-        places.append(
-            (number[:, None], (torch.arange(x.shape[0]) - begin[number])[:, None])
-        )  # before the document's end
+        # Before the document's end.
+        places.append((number[:, None], (torch.arange(x.shape[0]) - begin[number])[:, None]))
     (number_q, end_q), (number_k, end_k) = places
     allowed = (number_q == number_k.T) & (end_q >= end_k.T)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -80,12 +80,8 @@ def train(store: Path, folder: Path, *fault: Any, **stepping: Any) -> tuple[Outa
     outage, said = Outage({"run": folder / "run", "store": store}, *fault), ""
     options = {"steps": STEPS, "save_every": 2, "keep": 1, "keep_best": True, "eval_every": 2, "eval_tokens": 64}
     options |= {"sample_tokens": 2, "async_save": outage.seconds == OUTAGES["for good"]}
-    config = make_config(
-        store,
-        folder / "run",
-        train=options,
-        run={"fallback_dir": str(folder / "spare"), "save_retry_minutes": 0.0},
-    )
+    run = {"fallback_dir": str(folder / "spare"), "save_retry_minutes": 0.0}
+    config = make_config(store, folder / "run", train=options, run=run)
     trainer = make_trainer(config, outage, MetricsHook(), **stepping)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_lock, "_now", lambda: outage.now)

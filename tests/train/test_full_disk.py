@@ -7,8 +7,10 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,13 @@ from boost.config.load import load
 from boost.errors import StorageError
 from boost.train import best_effort as module
 from boost.train import checkpoint as ckpt
+from boost.train import worker
 from boost.train.best_effort import best_effort
 from boost.train.failures import failure_report
 from boost.train.heartbeat import FolderBoard, read_beats
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
+from boost.train.overdue import end_process
 from boost.train.rundir import configure_logging
 from tests.train.commands import Command, ForkedPython, boost_command, phases_in, renew_output, saved_steps, training
 from tests.train.runs import Do, Warnings, fitted, make_config, small_disk, started
@@ -141,6 +145,31 @@ def test_output_that_cannot_be_written_does_not_end_a_run(store: Path, tmp_path:
         process = ForkedPython(function, [training(folder, store, *words)[3:]], os.environ, output)
         assert (process.wait(), saved_steps(folder / "run"), process.said()) == (0, [3], ("", ""))
         process.close()
+
+
+@pytest.mark.slow
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code(tmp_path: Path, dev_full: Path) -> None:
+    """Of a command, of a process whose report cannot be written either, and of one that ends because nothing answers."""
+    buffered, full = os.environ | {"PYTHONUNBUFFERED": ""}, str(dev_full)
+    with open(full, "w") as file:
+        assert subprocess.run([sys.executable, "-m", "boost.cli.main", "x"], stderr=file, env=buffered).returncode == 2
+    spec = SimpleNamespace(folder=tmp_path / "gone", log_dir=None)
+    ends: list[Any] = [(worker._report_and_leave, [spec, 0, StorageError("x")], full, 2)]
+    ends += [(end_without_output, [how], output, 7) for how, output in (("", full), ("closed", ""), ("missing", ""))]
+    for function, arguments, output, code in ends:
+        process = ForkedPython(function, arguments, os.environ, output)
+        assert process.wait() == code, (arguments, process.said())
+        process.close()
+
+
+def end_without_output(how: str) -> None:
+    print("text", end="")  # stays in the buffer
+    if how == "closed":
+        sys.stdout.close()
+        sys.stderr.close()
+    elif how == "missing":
+        close_streams()
+    end_process("nothing answers", 7)
 
 
 def into_a_closed_pipe(words: list[str]) -> int:

@@ -15,11 +15,7 @@ from boost.train import run
 from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck
 from boost.train.checkpoint import Position
 from boost.train.console import ConsoleHook
-from boost.train.events import (
-    SaveEnd,
-    SaveStart,
-    TrainResult,
-)
+from boost.train.events import SaveEnd, SaveStart, TrainResult
 from boost.train.faults import Fault, FaultInjection
 from boost.train.health import HealthMonitor
 from boost.train.hooks import Hook

@@ -25,7 +25,7 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import chosen, one_in
 from tests.recorded import recorded_graphs
-from tests.train.runs import RATE, losses, make_config, make_trainer, mask_step, started
+from tests.train.runs import RATE, Warnings, losses, make_config, make_trainer, mask_step, started
 
 MODES = ("usual", "tensors", "ahead", "graphs")
 """As on CPUs; updates launched from tensors; the passes of the next step ahead of the numbers, as on GPUs; and those captured."""
@@ -229,6 +229,24 @@ def modes_agree(config: Config, acts: Acts) -> tuple[dict[str, list[Any]], int]:
     diaries = {mode: run(config, mode, acts) for mode in modes}
     passes = [name for name, _ in diaries["ahead"].order].count("after_backward")
     return {mode: diary.seen for mode, diary in diaries.items()}, passes
+
+
+@pytest.mark.parametrize("optim", [{"decay_on": "all"}, {"name": "muon"}, {"name": "loro", "exact_every": 2}], ids=str)
+def test_a_step_without_targets_changes_nothing(store: Path, tmp_path: Path, optim: dict[str, Any]) -> None:
+    """Weight decay, momentum, and LORO's exact steps would move the weights although all gradients are 0."""
+    config, warnings = make_config(store, tmp_path, model={"family": "svd"}), Warnings()
+    trainer = started(config.changed(optim={"weight_decay": 0.1, **optim}), warnings)
+    mask_step(trainer, 3)
+    mask_step(trainer, 4)
+    states = list[list[torch.Tensor]]()
+    for step in range(1, 6):
+        stats = trainer.step(RATE)
+        assert ((stats.targets, stats.loss, stats.gradient_norm) == (0, 0, 0)) == (step in (3, 4))
+        tensors = (*(fused.tensor.detach() for fused in trainer.fused_params), *trainer.optimizer.state_tensors())
+        states.append([tensor.clone() for tensor in tensors])
+    assert all(map(torch.equal, states[1], states[3])) and not all(map(torch.equal, states[3], states[4]))
+    assert (trainer.judge.bad_steps, trainer.position.step) == (0, 5)
+    assert warnings.seen == ["step 3 changed nothing, because none of its tokens has a target"]
 
 
 @pytest.mark.parametrize("mode", ["ahead", "graphs"])

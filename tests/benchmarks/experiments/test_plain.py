@@ -72,6 +72,5 @@ def test_a_whole_step_is_ours(decay_on: str, clip: float) -> None:
     config = toy.toy_config(optim=optim)
     theirs, expected = several_steps(config)
     assert expected[2] != expected[1] != expected[0]
-    assert theirs == pytest.approx(
-        expected, rel=1e-7 if clip else 1e-10
-    )  # torch adds 1e-6 to the norm that it divides by
+    # torch adds 1e-6 to the norm that it divides by.
+    assert theirs == pytest.approx(expected, rel=1e-7 if clip else 1e-10)
