@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from boost.config.families import register_family as register_family
     from boost.config.layouts import register_layout as register_layout
     from boost.config.load import load as load_config  # noqa: F401
+    from boost.elementwise import elementwise_rule as elementwise_rule
     from boost.errors import BoostError as BoostError
     from boost.errors import Stopped as Stopped
     from boost.train.hooks import Hook as Hook
@@ -40,6 +41,7 @@ _HOMES = {
     "Model": "boost.api.model",
     "Stopped": "boost.errors",
     "Trainer": "boost.api.trainer",
+    "elementwise_rule": "boost.elementwise",
     "load_config": "boost.config:load",
     "load_lowrank": "boost.api.swap",
     "lowrank": "boost.api.swap",

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import boost.parallel.collectives  # noqa: F401  defines torch.ops.boost
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from boost.elementwise import ELEMENTWISE, elementwise_rule
 from boost.plan import work
 from boost.plan.shape_tensor import RULES, NoRuleError, Shape, ShapeTensor, contiguous, make, origin, record, rule
 from boost.plan.tape import Gradients, Operand, Tape, Tensors
@@ -56,19 +57,29 @@ def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = work.ST
 
 
 @rule("elementwise")
-def elementwise(operation: str, *operands: Operand) -> ShapeTensor:
-    """Element-wise operation on one or more tensors. Works only outside autograd."""
-    _require_no_graph(operation, operands)
-    return _made(operation, [x for x in operands if isinstance(x, ShapeTensor)])
+def elementwise(operation: str, *operands: Operand, **_: object) -> ShapeTensor:
+    """Element-wise operation on one or more tensors. Under autograd, only on one tensor, and only if it is in ELEMENTWISE."""
+    tensors = [x for x in operands if isinstance(x, ShapeTensor)]
+    if operation not in ELEMENTWISE or len(tensors) > 1:
+        _require_no_graph(operation, tensors)
+        return _made(operation, tensors, work.SILU_BACKWARD if operation in ELEMENTWISE else work.STREAM)
+    return record(
+        lambda: _made(operation, tensors, work.SILU),
+        tensors,
+        lambda g, s: [_made(f"{operation}_backward", [g[0], s[0]], work.SILU_BACKWARD)],
+        [] if ELEMENTWISE[operation] else tensors,
+        saves_result=lambda made: [made] if ELEMENTWISE[operation] else [],
+    )
 
 
 def _require_no_graph(operation: str, operands: Sequence[object]) -> None:
     if torch.is_grad_enabled() and any(isinstance(x, ShapeTensor) and x.node is not None for x in operands):
-        raise NoRuleError(f"no rule for '{operation}' under autograd; add one to boost.plan.rules")
+        raise NoRuleError(f"'{operation}' under autograd")
 
 
 for _method in ("square", "clamp", "clamp_min", "sub", "pow"):
     RULES[_method] = functools.partial(elementwise, _method)
+elementwise_rule(F.silu, backward=torch.ops.aten.silu_backward)
 
 
 @rule("compare")
@@ -164,23 +175,6 @@ def rsqrt(x: ShapeTensor) -> ShapeTensor:
     return record(
         lambda: _made("rsqrt", [x]), [x], lambda g, s: [_made("mul", [g[0], s[0]])], saves_result=lambda made: [made]
     )
-
-
-@rule(F.silu)
-def silu(x: ShapeTensor, inplace: bool = False) -> ShapeTensor:
-    """x sigmoid(x); saves x."""
-    return record(
-        lambda: _made("silu", [x], work.SILU),
-        [x],
-        lambda g, s: [_made("silu_backward", [g[0], s[0]], work.SILU_BACKWARD)],
-        [x],
-    )
-
-
-@rule(torch.ops.aten.silu_backward)
-def silu_backward(dy: ShapeTensor, x: ShapeTensor) -> ShapeTensor:
-    _require_no_graph("silu_backward", (dy, x))
-    return _made("silu_backward", [dy, x], work.SILU_BACKWARD)
 
 
 @rule(torch.addcmul)
@@ -365,7 +359,7 @@ def matmul(a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
     if a.ndim == b.ndim == 2:
         return mm(a, b)
     if not (a.ndim == 2 and b.ndim == 3):
-        raise NoRuleError(f"no rule for matmul of a {a.ndim}-D and a {b.ndim}-D tensor; add one to boost.plan.rules")
+        raise NoRuleError(f"matmul of a {a.ndim}-D and a {b.ndim}-D tensor", "use F.linear")
     turned = b.transpose(1, 2)
     folded = turned.reshape(-1, turned.shape[-1])
     return mm(folded, a.t()).view(*turned.shape[:-1], a.shape[0]).transpose(1, 2).contiguous()
@@ -444,6 +438,27 @@ def embedding_backward(dy: ShapeTensor, tokens: object, rows: int, padding: int,
     table = make(dy, (rows, dy.shape[1]), "embedding_backward", 1.0)
     dy.tape.record_op(work.LOOKUP, (dy.numel_,), dy.dtype, 3)
     return table
+
+
+@rule("index_select")
+def index_select(x: ShapeTensor, dim: int, index: ShapeTensor) -> ShapeTensor:
+    """x at these indices of a dimension; saves them. The gradient is zero elsewhere."""
+    dim, like = dim % x.ndim, x.without_storage()
+    shape = (*x.shape[:dim], index.numel_, *x.shape[dim + 1 :])
+
+    def backward(g: Tensors, s: Tensors) -> Gradients:
+        zeros = make(like, like.shape, "zeros", 1.0)
+        return [index_add_(zeros.clone(), dim, s[0], g[0])]  # torch adds out of place
+
+    return record(lambda: make(x, shape, "index_select", 2.0, kernel=work.LOOKUP), [x], backward, [index])
+
+
+@rule("index_add_")
+def index_add_(x: ShapeTensor, dim: int, index: ShapeTensor, values: ShapeTensor) -> ShapeTensor:
+    """Adds values to x at these indices of a dimension, in place."""
+    _require_no_graph("index_add_", (x, values))
+    values.tape.record_op(work.LOOKUP, (values.numel_,), values.dtype, 3)
+    return x
 
 
 def zeros(

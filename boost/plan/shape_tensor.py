@@ -1,8 +1,8 @@
 """Tensors with shape, strides and dtype but no data. The decoder runs on them unchanged.
 
 `ShapeTensor` implements the methods of torch.Tensor that the model uses, and handles torch functions through `__torch_function__`.
-Rules in `boost.plan.rules` define each function's output, saved tensors and bytes moved. A function without a rule raises
-NoRuleError.
+Rules in `boost.plan.rules` define each function's output, saved tensors and bytes moved. A function without a rule, of its own or
+of the method with its name, raises NoRuleError.
 """
 
 import functools
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from boost.elementwise import ELEMENTWISE
+from boost.errors import BoostError
 from boost.plan.categories import COPIES, category_of
 from boost.plan.tape import LEAF, Backward, Gradients, GraphNode, ShapeStorage, Tape, Tensors
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
@@ -20,15 +22,20 @@ Shape = tuple[int, ...]
 _Rule = TypeVar("_Rule", bound=Callable[..., "ShapeTensor"])
 
 
-class NoRuleError(NotImplementedError):
+class NoRuleError(BoostError):
     """The model uses an operation that has no rule."""
+
+    def __init__(
+        self, operation: str, fix: str = "boost.elementwise_rule adds one for a function of each element"
+    ) -> None:
+        super().__init__(f"the planner has no rule for {operation}; {fix}")
 
 
 def _by_rule(name: str) -> "Callable[..., ShapeTensor]":
     """A method that applies the rule with this name."""
 
     def method(self: "ShapeTensor", *operands: object) -> "ShapeTensor":
-        return RULES[name](self, *operands)
+        return _rule_of(name)(self, *operands)
 
     return method
 
@@ -59,14 +66,12 @@ class ShapeTensor:
         answer = RULES.get(function)
         if answer is None:
             name = getattr(function, "__name__", str(function))
-            raise NoRuleError(f"no rule for '{name}'; add one to boost.plan.rules")
+            answer = vars(cls).get(name) or _rule_of(name)
         return answer(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         """Looks up a missing method in RULES by name."""
-        if name not in RULES:
-            raise NoRuleError(f"no rule for the tensor method '{name}'; add one to boost.plan.rules")
-        return functools.partial(RULES[name], self)
+        return functools.partial(_rule_of(name), self)
 
     # Properties.
 
@@ -221,19 +226,20 @@ class ShapeTensor:
         return self.split(-(-self.shape[dim] // count), dim)
 
     def __getitem__(self, key: Any) -> "ShapeTensor":
-        assert self.node is None or not torch.is_grad_enabled(), "no rule for indexing under autograd"
-        shape, strides, dim = [], [], 0
+        x, dim = self, 0
         for index in key if isinstance(key, tuple) else (key,):
-            if index is None:
-                shape.append(1)
-                strides.append(1)
+            if isinstance(index, int):
+                x = x.narrow(dim, index, 1).squeeze(dim)
                 continue
-            if isinstance(index, slice):
-                length = len(range(*index.indices(self.shape[dim])))
-                shape.append(length)
-                strides.append(self.strides[dim] * (index.step or 1))
+            if index is None:
+                x = x.unsqueeze(dim)
+            elif isinstance(index, slice) and index.step is None:
+                start, stop, _ = index.indices(x.shape[dim])
+                x = x.narrow(dim, start, max(stop - start, 0))
+            else:
+                raise NoRuleError(f"indexing with {index!r}", "use narrow, reshape or index_select")
             dim += 1
-        return self.as_view((*shape, *self.shape[dim:]), (*strides, *self.strides[dim:]))
+        return x
 
     def __setitem__(self, key: object, value: "ShapeTensor") -> None:
         if not value.is_small:
@@ -270,7 +276,7 @@ class ShapeTensor:
     __mul__ = __rmul__ = _by_rule("mul")
     __add__ = __radd__ = _by_rule("add")
     __iadd__ = _by_rule("in_place")
-    __sub__, __truediv__, __neg__ = _by_rule("sub"), _by_rule("div"), _by_rule("neg")
+    __sub__, __rsub__, __truediv__, __neg__ = _by_rule("sub"), _by_rule("rsub"), _by_rule("div"), _by_rule("neg")
     __pow__, __matmul__ = _by_rule("pow"), _by_rule("matmul")
     __lt__ = __gt__ = __le__ = __ge__ = __and__ = __or__ = _by_rule("compare")
 
@@ -296,6 +302,15 @@ class ShapeTensor:
 
 RULES: dict[object, Callable[..., ShapeTensor]] = {}
 """Rules by torch function, or by name for methods and operators. Filled by `boost.plan.rules`."""
+
+
+def _rule_of(name: str) -> Callable[..., ShapeTensor]:
+    """The rule for a method, or for an element-wise function by its name."""
+    if name in RULES:
+        return RULES[name]
+    if name not in ELEMENTWISE:
+        raise NoRuleError(f"'{name}'")
+    return functools.partial(RULES["elementwise"], name)
 
 
 def rule(*functions: object) -> Callable[[_Rule], _Rule]:
