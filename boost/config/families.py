@@ -39,6 +39,10 @@ class ModelConfig(Tagged):
     has_latent_gates: ClassVar[bool] = False
     """Whether each block's latents pass through a latent gate into the next block."""
 
+    modeling: ClassVar[str] = ""
+    """Code with which transformers computes this family: `transformers` (its dense classes), `boost` (our modeling file), or
+    `module:file.py`, a file beside that module. Without it, `boost export` refuses. Not inherited: subclasses may differ."""
+
     recipe: ClassVar[Values] = {"mlp_silu": True}
     """The family's defaults. Switching the family resets these fields of a preset."""
 
@@ -123,6 +127,11 @@ class ModelConfig(Tagged):
         same = former.kind(table) is new.kind(changes)
         return set() if same else {*former.recipe, *new.recipe}
 
+    @classmethod
+    def smallest(cls, dim: int) -> Values:
+        """The family's own fields in a small model of width `dim`."""
+        return {"rank": dim // 4} if cls.low_rank else {}
+
     def advice(self) -> Iterator[str]:
         """Yields advice to print before a run of this model, one sentence at a time."""
         yield from ()
@@ -163,6 +172,7 @@ class DenseConfig(ModelConfig):
     """Full-rank linears: y = W x."""
 
     family: Literal["dense"] = "dense"
+    modeling: ClassVar[str] = "transformers"
 
 
 def _by_linear(table: Any, prefix: str = "") -> Any:
@@ -242,12 +252,14 @@ class SVDConfig(LowRankConfig):
     """Low-rank linears without an activation: y = B (A x)."""
 
     family: Literal["svd"] = "svd"
+    modeling: ClassVar[str] = "boost"
 
 
 class CoLAConfig(LowRankConfig):
     """Low-rank linears with an activation on the latents (CoLA): y = B silu(A x)."""
 
     family: Literal["cola"] = "cola"
+    modeling: ClassVar[str] = "boost"
     recipe: ClassVar[Values] = {"mlp_silu": True, "latent_act": "silu", "factor_init": "cola"}
 
 
@@ -256,6 +268,7 @@ class LaXConfig(LowRankConfig):
 
     has_latent_gates: ClassVar[bool] = True
     family: Literal["lax"] = "lax"
+    modeling: ClassVar[str] = "boost"
 
     over: Literal["svd", "cola"] = "cola"
     """Family of the low-rank linears."""
