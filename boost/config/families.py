@@ -307,9 +307,9 @@ def register_family(family: AnyFamily) -> AnyFamily:
     A family is a subclass of `ModelConfig` (or `LowRankConfig`, `SVDConfig`, ...) whose field `family` is a `Literal` of its name:
 
         @boost.register_family
-        class WideCoLA(CoLAConfig):
-            family: Literal["wide-cola"] = "wide-cola"
-            rank: Width = 256
+        class NormedCoLA(CoLAConfig):
+            family: Literal["normed-cola"] = "normed-cola"
+            qk_norm: bool = True
 
     Raises ConfigError if the class does not define its own name.
     """
