@@ -8,7 +8,7 @@ from torch import Tensor
 
 from boost.config import Config
 from boost.config.load import from_tree
-from boost.config.schema import ParallelConfig
+from boost.config.schema import ModelConfig, ParallelConfig
 from boost.measure import exactness
 from boost.models.decoder import Decoder
 from boost.models.init import initialize
@@ -35,11 +35,10 @@ rank = 8
 
 def toy_config(dtype: str = "float64", **sections: Any) -> Config:
     """A tiny model in `dtype`; keyword sections (model, parallel, train, ...) override it."""
-    family = sections.get("model", {}).get("family", "cola")
-    low_rank = {} if family == "dense" else {"rank": 8}
+    family = ModelConfig.choice(sections.get("model", {}))
     tree = {
         **sections,
-        "model": {**MODEL, **low_rank, **sections.get("model", {})},
+        "model": {**MODEL, **family.smallest(MODEL["dim"]), **sections.get("model", {})},
         "train": {
             "seq_len": 16, "micro_batch": 2, "global_batch": 4,
             "param_dtype": "float32" if dtype == "bfloat16" else dtype, "compute_dtype": dtype,

@@ -13,7 +13,7 @@ FILE_BYTES = 5 * 10**9
 
 OPTIONS = {
     "--dtype {bfloat16,float16,float32}": "dtype of the weights (default: as stored)",
-    "--no-merge": "svd: keep A and B instead of merging them into W = B A",
+    "--no-merge": "keep A and B instead of merging them into W = B A where nothing is between them, as in svd",
     "--own-format": "cola: write BoostForCausalLM, which transformers can shard (TP), instead of the official CoLA format",
     "--json": "print JSON",
 }
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     from boost.cli.inference import dump
     from boost.convert.export import export
+    from boost.convert.formats import STOCK
     from boost.train.checkpoint import read_checkpoint
 
     options = args.dtype, not args.no_merge, FILE_BYTES, not args.own_format
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {
         "folder": str(done.path),
         "format": done.class_name,
-        "trust_remote_code": done.form in ("cola", "boost"),
+        "trust_remote_code": done.form not in STOCK,
         **{name: getattr(done, name) for name in ("parameters", "bytes", "files", "dtype", "tokenizer")},
         **({"notes": done.notes} if args.json else {}),
     }

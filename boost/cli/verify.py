@@ -7,13 +7,13 @@ from pathlib import Path
 from boost.cli.terminal import add_options
 from boost.config import Config, load
 from boost.config.layouts import layout_names
-from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
 
 SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
 
 
 OPTIONS = {
+    "--family NAME": "model family whose layouts are checked (default: CONFIG's, or cola)",
     "--nproc N": "number of processes (default: CONFIG's mesh, or one per GPU, or 2 on CPUs)",
     "--layout NAME [NAME ...]": "check only these layouts; dp, cp and pp select meshes without a layout (default: all)",
     "--compile {all,first,none}": "layouts to also check with torch.compile (default: all on GPUs; on CPUs, the first, which takes "
@@ -44,11 +44,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file of a run")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="run only these sections")
-    parser.add_argument(
-        "--family",
-        choices=tuple(ModelConfig.choices),
-        help="model family whose layouts are checked (default: CONFIG's, or cola)",
-    )
     add_options(parser, OPTIONS, layout=[], out=Path("verify.json"))
     parser.set_defaults(takes_overrides=True, check=check)
     return parser
@@ -81,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--layout = '{name}' is unknown; valid values: {', '.join(parts)}")
     device = own.run.device if own else "auto"
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    nproc = _processes(args.nproc, own, gpus, world_size() if under_torchrun() else None)
     model = load(None, [f"--model.family={args.family}"]).model if args.family else (own or load(None)).model
+    nproc = _processes(args.nproc, own, gpus, world_size() if under_torchrun() else None)
     of_processes = tuple(name for name in sections if name != "runs")
     compiled = args.compile or ("all" if gpus else "first")
     request = Request(of_processes, model, own, device, args.gpu, compiled, tuple(args.layout))

@@ -44,6 +44,10 @@ class ModelConfig(Tagged):
     has_latent_gates: ClassVar[bool] = False
     """Whether each block's latents pass through a latent gate into the next block."""
 
+    modeling: ClassVar[str] = ""
+    """Code with which transformers computes this family: `transformers` (its dense classes), `boost` (our modeling file), or
+    `module:file.py`, a file beside that module. Without it, `boost export` refuses. Not inherited: subclasses may differ."""
+
     recipe: ClassVar[Values] = {"mlp_silu": True}
     """The family's defaults. Switching the family resets these fields of a preset."""
 
@@ -128,6 +132,11 @@ class ModelConfig(Tagged):
         same = former.kind(table) is new.kind(changes)
         return set() if same else {*former.recipe, *new.recipe}
 
+    @classmethod
+    def smallest(cls, dim: int) -> Values:
+        """The family's own fields in a small model of width `dim`."""
+        return {"rank": dim // 4} if cls.low_rank else {}
+
     def advice(self) -> Iterator[str]:
         """Yields advice to print before a run of this model, one sentence at a time."""
         yield from ()
@@ -177,6 +186,7 @@ class DenseConfig(ModelConfig):
     """Full-rank linears: y = W x."""
 
     family: Literal["dense"] = "dense"
+    modeling: ClassVar[str] = "transformers"
 
 
 def _by_linear(table: Any, prefix: str = "") -> Any:
@@ -273,12 +283,14 @@ class SVDConfig(LowRankConfig):
     """Low-rank linears without an activation: y = B (A x)."""
 
     family: Literal["svd"] = "svd"
+    modeling: ClassVar[str] = "boost"
 
 
 class CoLAConfig(LowRankConfig):
     """Low-rank linears with an activation on the latents (CoLA): y = B silu(A x)."""
 
     family: Literal["cola"] = "cola"
+    modeling: ClassVar[str] = "boost"
     recipe: ClassVar[Values] = {"mlp_silu": True, "latent_act": "silu", "factor_init": "cola"}
 
 
@@ -287,6 +299,7 @@ class LaXConfig(LowRankConfig):
 
     has_latent_gates: ClassVar[bool] = True
     family: Literal["lax"] = "lax"
+    modeling: ClassVar[str] = "boost"
 
     over: Literal["svd", "cola"] = "cola"
     """Family of the low-rank linears."""
@@ -325,9 +338,9 @@ def register_family(family: AnyFamily) -> AnyFamily:
     A family is a subclass of `ModelConfig` (or `LowRankConfig`, `SVDConfig`, ...) whose field `family` is a `Literal` of its name:
 
         @boost.register_family
-        class WideCoLA(CoLAConfig):
-            family: Literal["wide-cola"] = "wide-cola"
-            rank: Width = 256
+        class NormedCoLA(CoLAConfig):
+            family: Literal["normed-cola"] = "normed-cola"
+            qk_norm: bool = True
 
     Raises ConfigError if the class does not define its own name.
     """

@@ -4,14 +4,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import torch
 
 from boost.config.architecture import parameter_count
 from boost.config.schema import ModelConfig
-from boost.convert.formats import MODELING_FILE, Form, class_name, config_json, entries, form_of, model_type
+from boost.convert.formats import MODELING, STOCK, Form, class_name, config_json, entries, form_of, model_type, modeling
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import BOS, merged_generation_config, template_files, tokenizer_files
 from boost.data.tokenizer import by_transformers, differing_text, parse_tokenizer
@@ -22,9 +21,6 @@ from boost.text import JsonObject, printable
 from boost.train.checkpoint import HUB, Checkpoint, WeightReader
 from boost.train.progress import progress
 from boost.version import __version__
-
-_STOCK = ("llama", "merged")
-"""Forms that classes of transformers load."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,7 @@ def export(
             f"model.attn_bias = '{model.attn_bias}', model.qk_norm = {str(model.qk_norm).lower()} and model.nope_layers = "
             f"{list(model.nope_layers)} have no common class for dense models in transformers; low-rank models can be exported"
         )
+    code = [] if form in STOCK else [MODELING, modeling(model, form)[0]]
     reader = WeightReader(checkpoint)
     target = getattr(torch, dtype) if dtype else None
     with new_folder(out, "--out") as temporary:
@@ -77,14 +74,15 @@ def export(
             writer.add(entry.name, converted)
         weight_map = writer.close()
         stored = dtype or dtype_name(reader.dtype("embed"))
-        for name, text in _texts(checkpoint, form, stored, writer, weight_map, out.resolve().name):
+        texts = _texts(checkpoint, form, stored, writer, weight_map, out.resolve().name)
+        for name, text in (*((path.name, read_text(path)) for path in code), *texts):
             (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.rename(out.resolve())
     files = len(set(weight_map.values()))
     has_tokenizer = (out / "tokenizer.json").is_file()
     notes = list(_notes(model, form, writer.parameters))
-    if has_tokenizer and form in _STOCK:
+    if has_tokenizer and form in STOCK:
         with contextlib.suppress(ImportError):
             owner = by_transformers(out)
             probe = differing_text(owner.backend_tokenizer, parse_tokenizer(read_text(out / "tokenizer.json")))
@@ -107,7 +105,7 @@ def _notes(model: ModelConfig, form: Form, parameters: int) -> Iterator[str]:
             f"the factors are merged into dense linears: {parameters:,} parameters instead of {parameter_count(model):,}; "
             "--no-merge (merge=False) keeps them"
         )
-    if form not in _STOCK:
+    if form not in STOCK:
         return
     if not model.mlp_silu:
         own = "; --no-merge writes our own format instead" if form == "merged" else ""
@@ -147,8 +145,6 @@ def _texts(
     known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
     generation = {name: token for name, token in known.items() if token is not None}
     yield "generation_config.json", _json(merged_generation_config(generation, hub))
-    if form in ("cola", "boost"):
-        yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():
         text = read_text(checkpoint.tokenizer)
         text, tokenizer_config = tokenizer_files(text, eos, bos, start, checkpoint.context, hub)
@@ -163,13 +159,13 @@ _WHAT = {
     "llama": "A decoder with dense linears, in the format of `{0}` from transformers.",
     "merged": "A decoder trained with low-rank factors, each pair merged into W = B A, in the format of `{0}` from transformers.",
     "cola": "A CoLA decoder, y = B silu(A x). The official `ColaForCausalLM` can load it, because tensor names and shapes match.",
-    "boost": "A low-rank decoder, y = B act(A x), with its modeling file next to the weights.",
+    "boost": "A decoder with its modeling code next to the weights.",
 }
 
 
 def _card(checkpoint: Checkpoint, form: Form, folder: str) -> str:
     """Returns the model card, README.md, which describes the model and shows how to load it from `folder`."""
-    trust = ", trust_remote_code=True" if form in ("cola", "boost") else ""
+    trust = "" if form in STOCK else ", trust_remote_code=True"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

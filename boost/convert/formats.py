@@ -1,14 +1,15 @@
 """The formats of Hugging Face folders: their `config.json` as our [model] section, and the names of their tensors.
 
 llama   dense weights under the names of transformers' LlamaForCausalLM, which Mistral, Qwen2, Qwen3 and SmolLM3 share; merged: the
-        same for svd, with W = B A
+        same for factors without an activation between them, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
-boost   our own modeling file: factors (A.weight, B.weight) and latent gates unchanged, inside LLaMA's module names
+boost   our own modeling file, or the family's: factors (A.weight, B.weight) and gates unchanged, inside LLaMA's module names
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,9 @@ from boost.text import JsonObject
 from boost.version import __version__
 
 Form = Literal["llama", "merged", "cola", "boost"]
-MODELING_FILE = "modeling_boost.py"
+MODELING = Path(__file__).with_name("modeling_boost.py")
+STOCK = ("llama", "merged")
+"""Forms that classes of transformers load."""
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -32,10 +35,8 @@ _FIELDS = {
     "norm_eps": "rms_norm_eps",
 }
 """Our names -> LLaMA's names, for the fields that both always have."""
-_OWN = ("family", "over", "gate", "rank", "ranks", "latent_act", "mlp_silu")
-"""Fields that a folder with our modeling file stores under our names."""
-_HEADS = ("head_dim", "attn_bias", "qk_norm", "nope_layers")
-"""The same, for fields that it may leave out."""
+_RENAMED = {*_FIELDS, "kv_heads", "init_std", "tied", "rope_theta"}
+"""Fields that a folder with our modeling file stores as LLaMA does. It stores all others under our names."""
 _ROPE = {
     "rope_factor": "factor",
     "rope_low_freq": "low_freq_factor",
@@ -53,10 +54,7 @@ _READ = {
     "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 """Fields of config.json that an import reads or may leave out; it names any other."""
-_READ_OF = {
-    "cola": {"auto_map", "rank", "lr_act_type", "only_lr_act"},
-    "boost": {"auto_map", *_OWN, *_HEADS, *_ROPE},
-}
+_READ_OF = {"cola": {"auto_map", "rank", "lr_act_type", "only_lr_act"}, "boost": {"auto_map"}}
 """More such fields, by model type, for those that are not dense."""
 _QWEN = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
@@ -80,7 +78,6 @@ _NOT_ONE = (
     "scale_depth", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
 )  # fmt: skip
 """Scalars of other decoders, which change the function unless they are 1 or absent."""
-_CLASSES = {"cola": "Cola", "boost": "Boost"}
 _STOCK = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 """Prefixes of transformers' classes for dense weights, by model type."""
 _ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
@@ -119,15 +116,14 @@ def config_json(
     rope_theta and torch_dtype are written as in transformers 4; transformers 5 and the official CoLA class read both. There is no
     pad token, because LLaMA's embedding would leave its row untrained.
     """
-    own, kind = form in _CLASSES, model_type(model, form)
-    prefix = _CLASSES[form] if own else _STOCK[kind]
-    content: JsonObject = {"architectures": [f"{prefix}ForCausalLM"], "model_type": kind}
+    own, kind = form not in STOCK, model_type(model, form)
+    content: JsonObject = {"architectures": [class_name(model, form)], "model_type": kind}
     if own:
-        stem = MODELING_FILE.removesuffix(".py")
+        path, prefix = modeling(model, form)
         content["auto_map"] = {
-            "AutoConfig": f"{stem}.{prefix}Config",
-            "AutoModel": f"{stem}.{prefix}Model",
-            "AutoModelForCausalLM": f"{stem}.{prefix}ForCausalLM",
+            "AutoConfig": f"{path.stem}.{prefix}Config",
+            "AutoModel": f"{path.stem}.{prefix}Model",
+            "AutoModelForCausalLM": f"{path.stem}.{prefix}ForCausalLM",
         }
     content |= {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}
     content |= {
@@ -149,7 +145,7 @@ def config_json(
     elif form == "cola":
         content |= {"hidden_act": "silu", "rank": model.rank, "lr_act_type": "silu", "only_lr_act": not model.mlp_silu}
     else:
-        content |= {field: getattr(model, field) for field in (*_OWN, *_HEADS, *_ROPE)}
+        content |= {field: value for field, value in model.model_dump(mode="json").items() if field not in _RENAMED}
     if kind == "qwen3" or model.heads_dim != model.dim:
         content["head_dim"] = model.head_dim
     if kind == "smollm3":  # its default pad token may be larger than the vocabulary
@@ -192,7 +188,8 @@ def read_folder(path: Path) -> Folder:
             f"windows; to use the model within one window, set max_position_embeddings = {window}"
         )
     try:
-        table = _model_table(content) | _family_table(kind, content, where)
+        table = _model_table(content) | (own := _family_table(kind, content, where))
+        read |= own.keys() if kind == "boost" else set()
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
     except KeyError as error:
         raise ConfigError(f"{where} has no {error.args[0]}; fix the file, or save the model again") from None
@@ -219,7 +216,7 @@ def read_folder(path: Path) -> Folder:
     others = {key: value for key, value in content.items() if key not in read}
     others |= {f"{field}.{key}": rope[key] for key in rope.keys() - read_of_rope if rope[key] != 1}
     eos, bos = token("eos_token_id"), token("bos_token_id")
-    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items() if value)
+    unused = tuple(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items() if value and value != "none")
     return Folder(model, "llama" if kind in _DEFAULTS else kind, context, eos, bos, unused)
 
 
@@ -332,12 +329,8 @@ def _family_table(kind: str, content: JsonObject, where: str) -> JsonObject:
     """The fields of [model] that depend on the class of the folder's model."""
     act = content.get("hidden_act", "silu")
     if kind == "boost":
-        table = {field: content[field] for field in _OWN} | {
-            field: content[field] for field in _ROPE if field in content
-        }
-        table |= {field: content[field] for field in _HEADS if field in content}
-        # Folders store "none" for these fields if the family does not have them.
-        return {field: value for field, value in table.items() if field not in ("over", "gate") or value != "none"}
+        fields = (ModelConfig.find(content["family"]) or ModelConfig).model_fields
+        return {field: content[field] for field in fields if field not in _RENAMED}
     if kind in _DEFAULTS:
         if act not in ("silu", "swish", "linear"):
             raise ConfigError(f"hidden_act = {act!r} in {where} is not supported; valid values: 'silu' and 'linear'")
@@ -368,25 +361,32 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
 
     The official CoLA class supports only one rank, silu in every bottleneck, and RoPE without scaling. It does not support
     grouped-query attention, because it computes the width of all heads as hidden_size / num_attention_heads. All other models use
-    our modeling file.
+    our modeling file, and the family's own.
     """
-    if model.family == "dense":
+    own = vars(type(model)).get("modeling")
+    if own == "transformers":
         return "llama"
+    if own != "boost" or model.has_latent_gates:
+        return "boost"
     kind = model_type(model, "merged")
-    if model.family == "svd" and model.latent_act == "none" and merge and kind:
+    if model.latent_act == "none" and merge and kind:
         return "merged"
-    plain = (
-        kind == "llama" and model.attn_bias == "none" and model.kv_heads == model.heads and model.heads_dim == model.dim
-    )
-    plain = plain and model.rope_factor == 1
-    if official and model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
+    plain = model.attn_bias == "none" and model.kv_heads == model.heads and model.heads_dim == model.dim
+    if (
+        official
+        and kind == "llama"
+        and model.latent_act == "silu"
+        and not model.ranks
+        and model.rope_factor == 1
+        and plain
+    ):
         return "cola"
     return "boost"
 
 
 def model_type(model: ModelConfig, form: Form) -> str:
     """model_type of a folder of this form; for dense weights, the first class of transformers that computes the model, or empty."""
-    if form in _CLASSES:
+    if form not in STOCK:
         return form
     able = {
         "llama": not model.qk_norm and not model.nope_layers and model.attn_bias != "qkv",
@@ -399,7 +399,25 @@ def model_type(model: ModelConfig, form: Form) -> str:
 
 def class_name(model: ModelConfig, form: Form) -> str:
     """Name of the class that a folder of this form is loaded with."""
-    return f"{_CLASSES.get(form) or _STOCK[model_type(model, form)]}ForCausalLM"
+    prefix = _STOCK[model_type(model, form)] if form in STOCK else modeling(model, form)[1]
+    return f"{prefix}ForCausalLM"
+
+
+def modeling(model: ModelConfig, form: Form) -> tuple[Path, str]:
+    """The modeling file of a form that is not stock, and what the names of its classes begin with. Raises ConfigError."""
+    own, prefix = vars(type(model)).get("modeling", ""), type(model).__name__.removesuffix("Config")
+    if own == "boost":
+        return MODELING, "Cola" if form == "cola" else "Boost"
+    module, _, file = own.partition(":")
+    try:
+        path = Path(str(import_module(module).__file__)).with_name(file)
+        read_text(path).index(f"class {prefix}ForCausalLM(")
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.family = '{model.family}' has no class {prefix}ForCausalLM for transformers (modeling = '{own}': {error}); add "
+            "`modeling` to its class (docs/extend.md)"
+        ) from None
+    return path, prefix
 
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:

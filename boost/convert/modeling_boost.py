@@ -46,6 +46,7 @@ class BoostConfig(PretrainedConfig):
     nope_layers: blocks without RoPE.
     """
 
+    bottleneck: ClassVar[type[nn.Module]]  # BoostBottleneck, unless the modeling file of another family names its own
     model_type = "boost"
     keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012 (transformers reads a plain list)
     # Tensor parallelism by transformers: heads and MLP channels are sharded, latents are replicated. A block's only collectives are
@@ -116,9 +117,14 @@ class BoostConfig(PretrainedConfig):
         rope: Any = kwargs.get("rope_scaling") or kwargs.get("rope_parameters") or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"rope_scaling = {rope} is not supported; set rope_factor, for Llama 3.1's scaling")
-        if latent_act not in ("silu", "none") or gate not in ("none", "identity", "tensor", "dense"):
+        known = latent_act in ("silu", "none") and gate in ("none", "identity", "tensor", "dense")
+        if self.bottleneck is BoostBottleneck and not known:
             raise ValueError(f"latent_act = {latent_act!r} with gate = {gate!r} is not supported")
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        cls.__init__ = cls.__init__  # type: ignore[method-assign]  # else, transformers generates one that ignores ours
+        super().__init_subclass__(**kwargs)
 
     def rank_of(self, layer: int, slot: str) -> int:
         """Rank of the linear `slot` (attn.q, ...) in block `layer`."""
@@ -211,6 +217,9 @@ class BoostBottleneck(nn.Module):
         return h_BSr
 
 
+BoostConfig.bottleneck = BoostBottleneck
+
+
 def eager_attention(
     module: "BoostHeads", q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float, **_: object
 ) -> tuple[Tensor, Tensor]:
@@ -243,10 +252,10 @@ class BoostHeads(nn.Module):
         self.is_causal = True
         d, kv = config.hidden_size, config.num_key_value_heads * self.head_dim
         all_heads = config.num_attention_heads * self.head_dim
-        self.q_proj = BoostBottleneck(config, layer, "attn.q", d, all_heads)
-        self.k_proj = BoostBottleneck(config, layer, "attn.k", d, kv)
-        self.v_proj = BoostBottleneck(config, layer, "attn.v", d, kv)
-        self.o_proj = BoostBottleneck(config, layer, "attn.o", all_heads, d)
+        self.q_proj = config.bottleneck(config, layer, "attn.q", d, all_heads)
+        self.k_proj = config.bottleneck(config, layer, "attn.k", d, kv)
+        self.v_proj = config.bottleneck(config, layer, "attn.v", d, kv)
+        self.o_proj = config.bottleneck(config, layer, "attn.o", all_heads, d)
         if config.qk_norm:
             self.q_norm, self.k_norm = (BoostRMSNorm(self.head_dim, config.rms_norm_eps) for _ in "qk")
 
@@ -286,9 +295,9 @@ class BoostMLP(nn.Module):
         super().__init__()
         self.silu = config.mlp_silu
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj = BoostBottleneck(config, layer, "mlp.gate", d, f)
-        self.up_proj = BoostBottleneck(config, layer, "mlp.up", d, f)
-        self.down_proj = BoostBottleneck(config, layer, "mlp.down", f, d)
+        self.gate_proj = config.bottleneck(config, layer, "mlp.gate", d, f)
+        self.up_proj = config.bottleneck(config, layer, "mlp.up", d, f)
+        self.down_proj = config.bottleneck(config, layer, "mlp.down", f, d)
 
     def forward(self, x_BSD: Tensor, prev_latents: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         gate, h_gate = self.gate_proj(x_BSD, prev_latents[0])
@@ -330,6 +339,14 @@ class BoostPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `Trainer` shifts the labels for label smoothing only if the class is in this table.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
+        # `transformers serve` looks up the class that config.json names among its own classes, even with --trust-remote-code.
+        if (server := sys.modules.get("transformers.cli.serving.model_manager")) is not None:
+            setattr(server.transformers, cls.__name__, cls)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initializes a model that is created from a configuration. Does not apply to weights loaded from a checkpoint."""
@@ -501,14 +518,6 @@ class ColaForCausalLM(BoostForCausalLM):
     config_class = ColaConfig
     _tp_plan = None
 
-
-# `Trainer` shifts the labels for label smoothing only if the class is in this table.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(boost="BoostForCausalLM", cola="ColaForCausalLM")
-
-# `transformers serve` looks up the class that config.json names among transformers' own classes, even with --trust-remote-code.
-if (_server := sys.modules.get("transformers.cli.serving.model_manager")) is not None:
-    for _class in (BoostForCausalLM, ColaForCausalLM):
-        setattr(_server.transformers, _class.__name__, _class)
 
 for _model in (ColaModel, ColaForCausalLM):
     register_checkpoint_conversion_mapping(

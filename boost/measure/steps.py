@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from boost.config import Config
+from boost.config.schema import ModelConfig
 from boost.config.traffic import Collective
 from boost.data.batches import Batch
 from boost.measure.counting import CollectiveCounter
@@ -188,5 +189,5 @@ def flags(**fields: object) -> list[str]:
 
 def shape(dim: int, layers: int, ffn: int, heads: int, **others: object) -> list[str]:
     """Overrides for a model of this size, with r = d/4."""
-    rank = {} if others.get("family") == "dense" else {"rank": dim // 4}
-    return flags(dim=dim, ffn_dim=ffn, heads=heads, layers=layers, **rank, **others)
+    own = ModelConfig.choice(others).smallest(dim)
+    return flags(dim=dim, ffn_dim=ffn, heads=heads, layers=layers, **own, **others)

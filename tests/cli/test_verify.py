@@ -1,11 +1,14 @@
 """`boost verify` as a command."""
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Capture, done, refused, say
+from boost.config import section
+from boost.config.families import ModelConfig
+from tests.cli.commands import Capture, done, refused
 
 pytestmark = pytest.mark.slow
 
@@ -50,10 +53,20 @@ def test_the_users_configuration_comes_first(tmp_path: Path, capfd: Capture) -> 
     assert "--nproc = 3 must equal" in err and "valid value: 2" in err
 
 
-def test_a_family_is_chosen_by_its_name(capfd: Capture) -> None:
-    with pytest.raises(SystemExit):
-        say(capfd, "verify", "--family", "none")
-    assert "'dense', 'svd', 'cola', 'lax'" in capfd.readouterr().err.replace("(choose from ", "")
+def test_a_family_is_chosen_by_its_name(capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an installed package, too, whose module is imported when it is asked for."""
+    monkeypatch.setattr(ModelConfig, "choices", dict(ModelConfig.choices))
+    monkeypatch.setattr(section, "load_plugins", section.load_plugins.__wrapped__)
+    err = refused(capfd, "verify", "--family", "narrow", "--nproc", "0")
+    assert "model.family = 'narrow'" in err and "dense, svd, cola, lax" in err
+    (tmp_path / "verify_plugin.py").write_text(
+        "from typing import Literal\nfrom boost.config.families import CoLAConfig\n"
+        "class Narrow(CoLAConfig):\n    family: Literal['narrow'] = 'narrow'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [metadata.EntryPoint("narrow", "verify_plugin", section.PLUGINS)]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
+    assert "--nproc = 0 is too small" in refused(capfd, "verify", "--family", "narrow", "--nproc", "0")
 
 
 def test_no_process_checks_nothing(capfd: Capture) -> None:

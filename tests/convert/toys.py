@@ -54,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "dense-rope": ({"family": "dense", **ROPE}, True, "LlamaForCausalLM"),
     "cola-linear": ({"family": "cola", "mlp_silu": False, "kv_heads": 8}, True, "ColaForCausalLM"),
     "cola-ranks": ({"family": "cola", "ranks": {"attn": 6, "layers.1.mlp.up": 5}}, True, "BoostForCausalLM"),
-    "cola-no-act": ({"family": "cola", "latent_act": "none", "mlp_silu": False}, True, "BoostForCausalLM"),
+    "cola-no-act": ({"family": "cola", "latent_act": "none", "mlp_silu": False}, False, "BoostForCausalLM"),
     "lax-svd": ({"family": "lax", "over": "svd"}, True, "BoostForCausalLM"),
     "lax-identity": ({"family": "lax", "gate": "identity", "layers": 3}, True, "BoostForCausalLM"),
     "lax-tensor": ({"family": "lax", "gate": "tensor", "ranks": {"mlp": 6}}, True, "BoostForCausalLM"),

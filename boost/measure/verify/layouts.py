@@ -66,11 +66,10 @@ class Row:
 
 def sized_down(model: ModelConfig, parallel: JsonObject) -> JsonObject:
     """Fields of [model] for a small model of the same family, with one block per pipeline stage, but at least two."""
-    low_rank = {"rank": 32} if model.low_rank else {}
     layers = max(2, parallel.get("pp", 1) * parallel.get("virtual", 1))
     wide = math.lcm(HEADS, parallel.get("tp", 1) * parallel.get("cp", 1))
     facts = {"family": model.family, "dim": 16 * wide, "ffn_dim": 24 * wide, "heads": wide, "kv_heads": wide // 4}
-    return facts | {"layers": layers, "vocab_size": 64 * wide} | low_rank
+    return facts | {"layers": layers, "vocab_size": 64 * wide, **type(model).smallest(16 * wide)}
 
 
 def config_of(model: ModelConfig, parallel: JsonObject, cell: Cell) -> Config:

@@ -96,10 +96,10 @@ class _Trial:
         inputs = tuple(str(module.__file__) for module in (argparse, ast, secrets, textwrap))
         store = self.folder / "store"
         prepare(PrepareOptions(out=store, inputs=inputs, tokenizer="train:300", heldout=0.1))
-        rank = "rank = 8\n" if self.model.low_rank else ""
+        own = "".join(f"{name} = {json.dumps(value)}\n" for name, value in type(self.model).smallest(32).items())
         tp = 2 if self.processes % 2 == 0 else 1
         self.config.write_text(
-            f'[model]\nfamily = "{self.model.family}"\nvocab_size = 300\ndim = 32\nffn_dim = 48\nlayers = 2\nheads = 4\n{rank}'
+            f'[model]\nfamily = "{self.model.family}"\nvocab_size = 300\ndim = 32\nffn_dim = 48\nlayers = 2\nheads = 4\n{own}'
             f"[parallel]\ntp = {tp}\ndp = {self.processes // tp}\n"
             f"[train]\nseq_len = 32\nglobal_batch = {4 * self.processes}\nmicro_batch = 4\nsteps = {STEPS}\n"
             f"save_every = {SAVE_EVERY}\nkeep = 100\ndeterministic = true\neval_tokens = 320\nlog_every = 1\n"

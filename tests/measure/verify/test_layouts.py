@@ -1,16 +1,21 @@
 """Layouts against one process, and detection of wrong ones."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from boost.config import load
+from boost.config.families import CoLAConfig, ModelConfig
 from boost.config.layouts import layouts_of
+from boost.config.section import Natural, Values
 from boost.layouts import btp
-from boost.measure.verify import layouts
+from boost.measure import steps
+from boost.measure.verify import layouts, runs
 from boost.measure.verify.layouts import Cell, Results, Row, config_of, judged, rows, run_row
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -72,6 +77,35 @@ def test_every_layout_and_every_cell_is_legal(family: str, processes: int) -> No
             assert config_of(model, each.parallel, cell).parallel.world_size == processes, (each.name, cell.name)
     if processes % 2 == 0:
         assert {each.parallel.get("layout") for each in listed} >= set(layouts_of(model))
+
+
+def test_a_family_says_what_its_small_models_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ModelConfig, "choices", dict(ModelConfig.choices))
+
+    class Selecting(CoLAConfig):
+        family: Literal["selecting"] = "selecting"
+        channels: Natural = 512
+
+        @classmethod
+        def smallest(cls, dim: int) -> Values:
+            return {**super().smallest(dim), "channels": dim // 2}
+
+        def problems(self, config: Any) -> Iterator[str]:
+            if self.channels > self.dim:
+                yield "too many channels"
+
+    model = load(None, ["--model.family=selecting"]).model
+    listed = list(rows(model, 2, True, "all"))
+    assert len([config_of(model, row.parallel, cell) for row in listed for cell in row.cells]) > 8
+    monkeypatch.setattr("boost.data.prepare.prepare", lambda options: None)
+    monkeypatch.setattr(runs._Trial, "_succeeds", lambda *_: None)
+    trial = runs._Trial(tmp_path, model, 2, "cpu")
+    trial.first()
+    small = load(str(trial.config)).model.model_dump()
+    assert (small["family"], small["rank"], small["channels"]) == ("selecting", 8, 16)
+    assert "--model.channels=32" in steps.shape(64, 2, 176, 2, family="selecting")
+    assert not any("rank" in word for word in steps.shape(64, 2, 176, 2, family="dense"))
+    assert toy.toy_config(model={"family": "selecting"}).model.model_dump()["channels"] == 16
 
 
 def test_the_users_mesh_is_checked_first() -> None:
