@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from boost.config.architecture import SLOTS, Parameter, parameters
+from boost.config.factors import is_factor
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError, ConfigError
@@ -89,7 +90,7 @@ _KINDS: dict[Form, dict[str, str]] = {
     "llama": {"W": "weight"},
     "merged": {"W": "weight"},
     "cola": {"A": "cola_a", "B": "cola_b"},
-    "boost": {"A": "A.weight", "B": "B.weight", "bias": "B.bias"},
+    "boost": {"bias": "B.bias"},  # and every map is a linear of its own
 }
 """Names of tensors: those outside the blocks, norms, each linear's module and, by form, the linear's weight or factors."""
 
@@ -433,7 +434,8 @@ def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
         else:
             transposed = form == "cola" and factor in ("A", "B")
             shape = parameter.shape[::-1] if transposed else parameter.shape
-            yield Entry(_name(parameter.name, form), shape, (parameter,), transposed)
+            name = f"{parameter.name}.weight" if form == "boost" and is_factor(parameter.role) else parameter.name
+            yield Entry(_name(name, form), shape, (parameter,), transposed)
 
 
 def _name(name: str, form: Form) -> str:
@@ -443,7 +445,7 @@ def _name(name: str, form: Form) -> str:
     layer, rest = name.split(".", 2)[1:]
     if rest in _NORMS:
         return f"model.layers.{layer}.{_NORMS[rest]}"
-    slot, _, kind = rest.rpartition(".")
+    slot, kind = ".".join(rest.split(".", 2)[:2]), rest.split(".", 2)[2]
     if kind == "norm":
         return f"model.layers.{layer}.self_attn.{slot[-1]}_norm.weight"
     return f"model.layers.{layer}.{_MODULES[slot]}.{_KINDS[form].get(kind, kind)}"

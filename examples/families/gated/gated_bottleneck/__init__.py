@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import boost
-from boost.config.linears import Linear, Size
 from boost.config.families import LowRankConfig, ModelConfig
+from boost.config.linears import Linear, Size
 from boost.models.latents import Function, Math
 
 
@@ -19,6 +19,7 @@ class GatedConfig(LowRankConfig):
 
     family: Literal["gated"] = "gated"
     math: ClassVar[str] = f"{__name__}:Gated"
+    modeling: ClassVar[str] = f"{__name__}:modeling_gated.py"
 
     def linear(self, layer: int, size: Size) -> Linear:
         """A and G [r, d_in], B [d_out, r]."""

@@ -1,0 +1,29 @@
+"""`--family NAME`: the families that these tests run."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from boost.config.families import ModelConfig
+from tests.families import known
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--family", action="append", default=[], help="a registered family, such as one of an installed plugin"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", metafunc.config.getoption("--family") or list(known.MODULES))
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """The families of these tests are forgotten after each of them."""
+    usual = dict(ModelConfig.choices)
+    known.register()
+    yield
+    for name in ModelConfig.choices.keys() - usual.keys():
+        del ModelConfig.choices[name]
