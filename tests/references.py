@@ -140,8 +140,9 @@ def bottleneck(act: Callable[[Tensor], Tensor]) -> Reference:
     return run
 
 
-cola = bottleneck(silu)
-"""y = B silu(A x) (CoLA, arXiv 2502.10940)."""
+def cola(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    """y = B silu(A x) (CoLA, arXiv 2502.10940)."""
+    return bottleneck(silu)(w, shape, tokens_BS, documents_BS)
 
 
 def gated(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
