@@ -1,14 +1,16 @@
 """Hand-written references of every family from the papers, in plain PyTorch, which boost's decoder must match. They share no code
-with it, shard nothing, and write out each linear, head and latent. Weights are passed by mathematical name.
+with it, shard nothing, and write out each linear, head and latent. Weights are passed by mathematical name, and what is there
+decides: biases, the norms of queries and keys (`attn.q.norm`), a head of its own.
 
-    dense, svd, cola, lax(over, gate):  (weights, shape, tokens, documents) -> logits
+    dense, svd, cola, bottleneck(act), gated, lost(low, sparse, act), lax(over, gate), cr_net:
+        (weights, shape, tokens, documents) -> logits
 
 Legend: B sequences, S tokens, d residual width, H query heads, K key/value heads, E width of a head, r rank of one linear,
-a x b its most balanced factors, V vocabulary.
+a x b its most balanced factors, k input channels that LOST selects, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,15 +37,36 @@ class Shape:
 def llama(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None, linear: Linear) -> Tensor:
     """LLaMA (arXiv 2302.13971) with `linear` as each of the seven linears of a block: logits [B, S, V]."""
     layers = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("layers."))
+
+    def biased(layer: int, name: str, x: Tensor) -> Tensor:
+        return linear(layer, name, x) + w.get(f"layers.{layer}.{name}.bias", torch.zeros(()))
+
     x_BSd = w["embed"][tokens_BS]
     for layer in range(layers):
         z = rms_norm(x_BSd, w[f"layers.{layer}.attn_norm"], shape.norm_eps)
-        q, k, v = (linear(layer, f"attn.{name}", z) for name in "qkv")
-        x_BSd = x_BSd + linear(layer, "attn.o", attention(q, k, v, shape, documents_BS))
+        q, k, v = (biased(layer, f"attn.{name}", z) for name in "qkv")
+        gains = [w.get(f"layers.{layer}.attn.{name}.norm") for name in "qk"]
+        x_BSd = x_BSd + biased(layer, "attn.o", attention(q, k, v, shape, documents_BS, gains))
         z = rms_norm(x_BSd, w[f"layers.{layer}.mlp_norm"], shape.norm_eps)
         gate, up = linear(layer, "mlp.gate", z), linear(layer, "mlp.up", z)
         x_BSd = x_BSd + linear(layer, "mlp.down", (silu(gate) if shape.mlp_silu else gate) * up)
-    return rms_norm(x_BSd, w["final_norm"], shape.norm_eps) @ w["head"].T
+    return rms_norm(x_BSd, w["final_norm"], shape.norm_eps) @ w.get("head", w["embed"]).T
+
+
+def loss_and_gradients(
+    reference: Reference,
+    w: Weights,
+    shape: Shape,
+    tokens_BS: Tensor,
+    targets_BS: Tensor,
+    documents_BS: Tensor | None = None,
+) -> tuple[Tensor, Weights]:
+    """Cross entropy, summed over all tokens, and its gradients; indices have none."""
+    leaves = {name: value.clone().requires_grad_(value.is_floating_point()) for name, value in w.items()}
+    logits_BSV = reference(leaves, shape, tokens_BS, documents_BS)
+    loss = -logits_BSV.log_softmax(-1).gather(-1, targets_BS[..., None]).sum()
+    loss.backward()
+    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -51,18 +74,24 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     return gamma * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, shape: Shape, documents_BS: Tensor | None) -> Tensor:
-    """Causal attention, one head at a time; each key/value head serves H / K consecutive query heads."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, shape: Shape, documents_BS: Tensor | None, gains: Sequence[Tensor | None]
+) -> Tensor:
+    """Causal attention, one head at a time; each key/value head serves H / K consecutive query heads. `gains`: of the RMSNorm of
+    each head of q and k (arXiv 2302.05442), if there are any."""
     length, width = q.shape[1], q.shape[2] // shape.heads
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     if documents_BS is not None:
         seen = seen & (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1))
+
+    def head_of(x: Tensor, head: int, gain: Tensor | None) -> Tensor:
+        x_BSE = x[..., head * width : (head + 1) * width]
+        return rotary(x_BSE if gain is None else rms_norm(x_BSE, gain, shape.norm_eps), shape.rope_theta)
+
     outputs = []
     for head in range(shape.heads):
         kv = head * shape.kv_heads // shape.heads
-        q_BSE = rotary(q[..., head * width : (head + 1) * width], shape.rope_theta)
-        k_BSE = rotary(k[..., kv * width : (kv + 1) * width], shape.rope_theta)
-        scores = q_BSE @ k_BSE.transpose(1, 2) / math.sqrt(width)
+        scores = head_of(q, head, gains[0]) @ head_of(k, kv, gains[1]).transpose(1, 2) / math.sqrt(width)
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
         outputs.append(weights @ v[..., kv * width : (kv + 1) * width])
     return torch.cat(outputs, dim=-1)
@@ -92,11 +121,66 @@ def svd(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None
     return dense(w | products, shape, tokens_BS, documents_BS)
 
 
+def weights_of(w: Weights, layer: int, name: str) -> Weights:
+    """Weights of one linear, by the last part of their names."""
+    start = f"layers.{layer}.{name}."
+    return {key.removeprefix(start): value for key, value in w.items() if key.startswith(start)}
+
+
+def bottleneck(act: Callable[[Tensor], Tensor]) -> Reference:
+    """y = B act(A x)."""
+
+    def run(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+        def linear(layer: int, name: str, x: Tensor) -> Tensor:
+            own = weights_of(w, layer, name)
+            return act(x @ own["A"].T) @ own["B"].T
+
+        return llama(w, shape, tokens_BS, documents_BS, linear)
+
+    return run
+
+
 def cola(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
     """y = B silu(A x) (CoLA, arXiv 2502.10940)."""
+    return bottleneck(silu)(w, shape, tokens_BS, documents_BS)
+
+
+def gated(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    """y = B (silu(A x) * (G x)): SwiGLU (arXiv 2002.05202) on the latents of each linear."""
 
     def linear(layer: int, name: str, x: Tensor) -> Tensor:
-        return silu(x @ w[f"layers.{layer}.{name}.A"].T) @ w[f"layers.{layer}.{name}.B"].T
+        own = weights_of(w, layer, name)
+        return (silu(x @ own["A"].T) * (x @ own["G"].T)) @ own["B"].T
+
+    return llama(w, shape, tokens_BS, documents_BS, linear)
+
+
+def lost(low: float, sparse: float, act: Callable[[Tensor], Tensor]) -> Reference:
+    """y = low B act(A x) + sparse S x[index], S [out, k] (LOST, arXiv 2508.02668, whose weights are gamma and 1 - gamma)."""
+
+    def run(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+        def linear(layer: int, name: str, x: Tensor) -> Tensor:
+            own = weights_of(w, layer, name)
+            return low * (act(x @ own["A"].T) @ own["B"].T) + sparse * (x[..., own["index"]] @ own["S"].T)
+
+        return llama(w, shape, tokens_BS, documents_BS, linear)
+
+    return run
+
+
+def cr_net(w: Weights, shape: Shape, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    """y = W x in the first block; after it y = sign(b) (|b| + 1e-6) y' + B A x, where b (`beta`) is one number per linear and y' is
+    the output of the same linear in the previous block, without its bias (CR-Net, arXiv 2509.18993)."""
+    before: dict[str, Tensor] = {}
+
+    def linear(layer: int, name: str, x: Tensor) -> Tensor:
+        own = weights_of(w, layer, name)
+        if layer == 0:
+            before[name] = x @ own["W"].T
+        else:
+            scale = own["beta"].sign() * (own["beta"].abs() + 1e-6)
+            before[name] = scale * before[name] + x @ own["A"].T @ own["B"].T
+        return before[name]
 
     return llama(w, shape, tokens_BS, documents_BS, linear)
 
@@ -109,7 +193,7 @@ def lax(over: str, gate: str) -> Reference:
         before: dict[str, Tensor] = {}
 
         def linear(layer: int, name: str, x: Tensor) -> Tensor:
-            own = {key.rpartition(".")[2]: w[key] for key in w if key.startswith(f"layers.{layer}.{name}.")}
+            own = weights_of(w, layer, name)
             u = x @ own["A"].T
             if layer > 0:
                 u = layer_norm(u + passed(before[name], gate, own), own["norm_weight"], own["norm_bias"])
