@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -149,13 +149,13 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"family": "ours", "ranks": {"mlp": 6}}, "boost"),
     ({"family": "lax", "over": "svd"}, "boost"),
     ({"family": "plain"}, "boost"),
+    ({"family": "bare"}, "boost"),
 ]
 
 
 @pytest.mark.parametrize(("model", "form"), FORMS, ids=str)
 def test_what_a_model_computes_decides_its_form(own: None, model: dict[str, Any], form: str) -> None:
-    """Not the family's name: `ours` is CoLA with other defaults, `plain` computes dense linears in its own way."""
-    from typing import Literal
+    """Not the family's name: `ours` is CoLA with other defaults, `plain` and `bare` do not say that transformers computes them."""
 
     class OursConfig(CoLAConfig):
         family: Literal["ours"] = "ours"
@@ -164,5 +164,8 @@ def test_what_a_model_computes_decides_its_form(own: None, model: dict[str, Any]
     class PlainConfig(DenseConfig):
         family: Literal["plain"] = "plain"
         modeling = "plain:modeling_plain.py"
+
+    class BareConfig(DenseConfig):
+        family: Literal["bare"] = "bare"
 
     assert form_of(toy.toy_config(model={"kv_heads": 8, **model}).model, merge=True) == form
