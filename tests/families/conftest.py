@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", metafunc.config.getoption("--family") or list(known.MODULES))
+        metafunc.parametrize("family", metafunc.config.getoption("--family") or list(known.REFERENCES))
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from boost.plan.collectives import step_collectives
 from boost.plan.memory import memory
 from boost.plan.trace import trace_block
 from boost.train.checkpoint import load_weights, open_checkpoint
-from tests import toy
+from tests import references, toy
 from tests.cli.commands import Capture, done
 from tests.convert.toys import all_logits, bring, give, loaded, save
 from tests.distributed import run_distributed
@@ -70,6 +70,20 @@ def reads(path: Path, whole: dict[str, torch.Tensor], config: Config) -> None:
     load_weights(open_checkpoint(path), decoder, mesh)
     expected, found = toy.local_parts(decoder, whole), toy.weights(decoder)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_one_process_computes_its_formula(family: str) -> None:
+    if family not in known.REFERENCES:
+        pytest.skip("add a reference to known.REFERENCES")
+    config = toy.toy_config(model={"family": family, "norm_eps": 1e-3})
+    decoder, _ = toy.toy_decoder(config)
+    model, batch = config.model, toy.toy_tokens(config)
+    shape = references.Shape(model.heads, model.kv_heads, model.norm_eps, model.rope_theta, model.mlp_silu)
+    loss = decoder(*batch)
+    loss.backward()
+    expected, gradients = references.loss_and_gradients(known.REFERENCES[family], toy.weights(decoder), shape, *batch)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-12, atol=0)
+    assert toy.worst_error(toy.gradients(decoder), gradients) < 1e-11
 
 
 @pytest.mark.parametrize("row", each_value(ROWS, ids([tuple(row.values()) for row in ROWS])))
