@@ -373,16 +373,8 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     if model.latent_act == "none" and merge and kind:
         return "merged"
     plain = model.attn_bias == "none" and model.kv_heads == model.heads and model.heads_dim == model.dim
-    if (
-        official
-        and kind == "llama"
-        and model.latent_act == "silu"
-        and not model.ranks
-        and model.rope_factor == 1
-        and plain
-    ):
-        return "cola"
-    return "boost"
+    plain = plain and kind == "llama" and model.rope_factor == 1 and not model.ranks
+    return "cola" if official and plain and model.latent_act == "silu" else "boost"
 
 
 def model_type(model: ModelConfig, form: Form) -> str:
@@ -415,8 +407,8 @@ def modeling(model: ModelConfig, form: Form) -> tuple[Path, str]:
         read_text(path).index(f"class {prefix}ForCausalLM(")
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
-            f"model.family = '{model.family}' has no class {prefix}ForCausalLM for transformers (modeling = '{own}': {error}); add "
-            "`modeling` to its class (docs/extend.md)"
+            f"model.family = '{model.family}' has no class {prefix}ForCausalLM for transformers (modeling = '{own}': {error}); set "
+            "`modeling` in its class (docs/extend.md)"
         ) from None
     return path, prefix
 

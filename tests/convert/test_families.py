@@ -125,7 +125,7 @@ def test_a_family_without_code_is_refused_before_anything_is_written(
         if modeling is None:
             monkeypatch.delattr(family, "modeling")
             assert family.modeling == CoLAConfig.modeling
-        with pytest.raises(ConfigError, match=r"model\.family = 'cola-copy' .*add `modeling` to ") as refused:
+        with pytest.raises(ConfigError, match=r"model\.family = 'cola-copy' .*set `modeling` in ") as refused:
             give(path, out)
         assert reason in str(refused.value) and "\n" not in str(refused.value)
         assert not out.exists()
