@@ -75,7 +75,12 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, shape: Shape, documents_BS: Tensor | None, gains: Sequence[Tensor | None] = (None, None)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shape: Shape,
+    documents_BS: Tensor | None,
+    gains: Sequence[Tensor | None] = (None, None),
 ) -> Tensor:
     """Causal attention, one head at a time; each key/value head serves H / K consecutive query heads. `gains`: of the RMSNorm of
     each head of q and k (arXiv 2302.05442), if there are any."""

@@ -11,6 +11,7 @@ import torch
 
 import boost
 from boost.config import Config
+from boost.config.load import from_tree
 from boost.errors import ConfigError
 from boost.plan.collectives import step_collectives
 from boost.plan.memory import memory
@@ -58,15 +59,15 @@ def cell(family: str, row: Row) -> Config:
     )
 
 
-def trains(config: Config) -> dict[str, float]:
+def trains(tree: dict[str, Any]) -> dict[str, float]:
     known.register()  # in the processes of a pool, too
-    return compare_with_table(config)
+    return compare_with_table(from_tree(tree))
 
 
-def reads(path: Path, whole: dict[str, torch.Tensor], config: Config) -> None:
+def reads(path: Path, whole: dict[str, torch.Tensor], tree: dict[str, Any]) -> None:
     """Loads this process's shards of a checkpoint."""
     known.register()
-    decoder, mesh = toy.toy_decoder(config, seed=4)
+    decoder, mesh = toy.toy_decoder(from_tree(tree), seed=4)
     load_weights(open_checkpoint(path), decoder, mesh)
     expected, found = toy.local_parts(decoder, whole), toy.weights(decoder)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
@@ -89,7 +90,7 @@ def test_one_process_computes_its_formula(family: str) -> None:
 @pytest.mark.parametrize("row", each_value(ROWS, ids([tuple(row.values()) for row in ROWS])))
 def test_every_layout_trains_as_one_process_does(family: str, row: Row) -> None:
     config = cell(family, row)
-    for errors in run_distributed(config.parallel.world_size, trains, config):
+    for errors in run_distributed(config.parallel.world_size, trains, config.model_dump()):
         assert errors["initial"] == errors["table"] == 0, errors
         assert max(errors.values()) <= 1e-10, errors
 
@@ -108,7 +109,7 @@ def test_the_planner_knows_its_memory_and_its_collectives(family: str, layout: R
 def test_a_checkpoint_continues_on_another_mesh(family: str, layout: str, tmp_path: Path, store: Path) -> None:
     config = toy.toy_config("float64", model={"family": family}, parallel={"layout": layout, "tp": 2})
     path = save(tmp_path / "c", toy.single(config), store / "tokenizer.json")
-    run_distributed(2, reads, path, toy.weights(loaded(path)[0]), config)
+    run_distributed(2, reads, path, toy.weights(loaded(path)[0]), config.model_dump())
 
 
 @torch.no_grad()
