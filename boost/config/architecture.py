@@ -14,6 +14,7 @@ from typing import Literal
 from boost.config.families import SLOTS as SLOTS
 from boost.config.families import ModelConfig
 from boost.config.linears import Initial, Linear, Size
+from boost.errors import ConfigError
 
 IGNORED = -100
 """Target for positions that are excluded from the loss."""
@@ -64,6 +65,11 @@ class GroupSpec:
     side: str
     slots: tuple[Slot, ...]
 
+    def __post_init__(self) -> None:
+        if len({len(slot.linear.inner) for slot in self.slots}) > 1:
+            names = ", ".join(slot.name for slot in self.slots)
+            raise ConfigError(f"{names} share an input, so they must have equally many inner maps")
+
     @property
     def down_widths(self) -> tuple[int, ...]:
         """Width of u, the results of its inner maps, for every slot; zeros for dense linears."""
@@ -99,6 +105,7 @@ def map_kinds(model: ModelConfig) -> tuple[MapKind, ...]:
     return ("inner", "outer") if model.low_rank else ("weight",)
 
 
+@functools.lru_cache(maxsize=4096)
 def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupSpec, GroupSpec]:
     """The four groups of block `layer`, in forward order."""
     d, f, q = model.dim, model.ffn_dim, model.heads_dim

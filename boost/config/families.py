@@ -166,8 +166,15 @@ class ModelConfig(Tagged):
                 where = f"model.{name} = '{value}' of model.family = '{self.family}'"
                 raise ConfigError(f"{where} is not implemented; valid values: {', '.join(known)}")
 
+    @property
+    def is_product(self) -> bool:
+        """Whether every linear is a product W = B A, which does not depend on the basis of its latents."""
+        return (
+            self.low_rank and self.math == ModelConfig.math and self.latent_act == "none" and not self.has_latent_gates
+        )
+
     def linear(self, layer: int, size: Size) -> Linear:
-        """The maps of one linear in block `layer`."""
+        """The maps of one linear in block `layer`. Those of a block that share an input have equally many."""
         return Linear(weight=(Map("W", size.d_out, self.init_std),))
 
     def widths(self) -> dict[str, int]:
@@ -259,7 +266,16 @@ class LowRankConfig(ModelConfig):
                 )
 
     def problems(self, config: WholeConfig) -> Iterator[str]:
-        """Ranks larger than their linears, and ranks for unknown linears."""
+        """Ranks larger than their linears, ranks for unknown linears, and factors that an initialization does not define."""
+        linear = self.linear(0, Size("mlp.up", self.dim, self.ffn_dim))
+        others = [
+            part.name for part in (*linear.inner, *linear.outer) if part.initial == SPECTRAL and part.name not in "AB"
+        ]
+        if others:
+            yield (
+                f"model.factor_init = 'spectral' defines A and B, but not {others[0]} of model.family = '{self.family}'; use "
+                "'cola' or 'xavier'"
+            )
         narrow, bound = min((self.dim, "model.dim"), (self.ffn_dim, "model.ffn_dim"))
         if self.rank > narrow:
             yield f"model.rank = {self.rank} exceeds {bound} = {narrow}; largest valid value: {narrow}"

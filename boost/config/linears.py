@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from boost.errors import ConfigError
+
 Initial = float | str | Callable[..., Any]
 """A parameter's initial values: the standard deviation of a normal draw, or a function (parameter, model, seed) -> the whole fp32
 tensor, or its `module:name`. It must depend on these arguments alone, so that all meshes start from the same weights."""
@@ -36,15 +38,19 @@ class Map:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = W x (`weight`), or y = sum of outer maps of h, where h = act(u) and u is the results of the inner maps side by side.
-
-    The columns of h are those of the outer maps side by side, so act may change the width, as a gate does from 2 r to r.
-    """
+    """y = W x (`weight`), or y = B h (`outer`) with h = act(u), where u is the results of the `inner` maps side by side. act may
+    change the width, as a gate does from 2 r to r. Raises ConfigError for anything else."""
 
     inner: tuple[Map, ...] = ()
     outer: tuple[Map, ...] = ()
     weight: tuple[Map, ...] = ()
-    """At most one."""
+
+    def __post_init__(self) -> None:
+        if (bool(self.inner), len(self.outer), len(self.weight)) not in ((True, 1, 0), (False, 0, 1)):
+            maps = ", ".join(part.name for part in (*self.inner, *self.outer, *self.weight))
+            raise ConfigError(
+                f"a linear of maps {maps} is not supported; it has inner maps and one outer map, or one weight"
+            )
 
     @property
     def down_width(self) -> int:

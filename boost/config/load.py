@@ -244,7 +244,9 @@ def _explain(error: ValidationError) -> str:
         case "misplaced":
             return detail["msg"]
         case "literal_error":
-            choices = [str(choice) for choice in get_args(known[key].annotation)]
+            choices = [
+                choice.strip("'") for choice in re.split(", | or ", context["expected"])
+            ]  # of this class of the section
             near = _suggest(str(value), choices, "value")
             return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
         case "greater_than_equal":

@@ -208,8 +208,9 @@ class LOROConfig(OptimConfig):
         """An exact step changes the basis of the latents; only y = B (A x) is invariant to it."""
         yield from super().problems(config)
         model = config.model
-        if model.has_latent_gates or model.latent_act != "none":
-            what = f"model.latent_act = '{model.latent_act}'" if not model.has_latent_gates else "model.family = 'lax'"
+        if model.low_rank and not model.is_product:
+            has_act = model.latent_act != "none" and not model.has_latent_gates
+            what = f"model.latent_act = '{model.latent_act}'" if has_act else f"model.family = '{model.family}'"
             yield (
                 f"optim.name = 'loro' changes the basis of the latents, to which {what} is not invariant; use "
                 "model.family = 'svd' with model.latent_act = 'none'"

@@ -370,7 +370,7 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     if own != "boost" or model.has_latent_gates:
         return "boost"
     kind = model_type(model, "merged")
-    if model.latent_act == "none" and merge and kind:
+    if model.is_product and merge and kind:
         return "merged"
     plain = model.attn_bias == "none" and model.kv_heads == model.heads and model.heads_dim == model.dim
     plain = plain and kind == "llama" and model.rope_factor == 1 and not model.ranks

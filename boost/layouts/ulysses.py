@@ -123,7 +123,7 @@ class BTPCP(Ulysses):
             yield
             flow.arrived = (gathered.wait(),)
             return
-        own = group.by_slot(h_TR) if self.grouping else h_TR
+        own = h_TR.split(group.up_widths, dim=-1) if self.grouping else h_TR
         sent = zip(own, group.weights(), group.as_heads, strict=True)
         outputs = [linear(x, b) if heads else torch.cat([x] * self.size, dim=-1) for x, b, heads in sent]
         yield from self._exchange(flow, outputs, group)

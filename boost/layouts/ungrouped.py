@@ -36,7 +36,7 @@ class Ungrouped(LinearGroup):
             return tuple(u_Tr if self.act is None else self.act.forward(u_Tr) for u_Tr in u), ()
         # A latent gate takes all slots.
         h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR)
-        return tuple(self.by_slot(h_TR)), kept
+        return tuple(h_TR.split(self.up_widths, dim=-1)), kept
 
     def project(self, h: Any) -> Any:
         return list(map(linear, h, self.weights()))

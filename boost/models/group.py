@@ -3,7 +3,6 @@
 Legend: T tokens; I input width, O output width and R latent width of a group, all local to this process.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -43,7 +42,7 @@ class LinearGroup:
     down_widths: list[int]
     """Local width of each inner map's result."""
     up_widths: list[int]
-    """Local width of what each outer map reads."""
+    """Local width of what B of each slot reads."""
 
     def __init__(
         self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding, policy: RecomputePolicy
@@ -57,11 +56,10 @@ class LinearGroup:
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
         """Whether the next block uses these latents."""
         self.adds_bias = shape.side == "leave" and shape.slots[0].bias
-        weights = shape.maps("", "outer" if model.low_rank else "weight")
-        slots = zip(itertools.cycle(shape.slots), weights, itertools.cycle(self.as_heads), strict=False)
-        is_copy = [slot.kv and layout.placement(w.role).dim is None and not heads for slot, w, heads in slots]
+        weights = zip(shape.slots, shape.maps("", "outer" if model.low_rank else "weight"), self.as_heads, strict=True)
+        is_copy = [slot.kv and layout.placement(w.role).dim is None and not heads for slot, w, heads in weights]
         self.own_heads = [own_head(model, layout) if copied else None for copied in is_copy]
-        """For each weight of `up`, the (first row, rows) of a replicated one that this process uses; None: all rows."""
+        """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
         self.recompute(policy)
 
     def recompute(self, policy: RecomputePolicy) -> None:
@@ -79,7 +77,7 @@ class LinearGroup:
         """Runs `up` as a segment of its own, unless it saves only the latents anyway."""
 
     def weights(self) -> Sequence[Tensor]:
-        """The weights of `up` (outer maps, or W of a dense group), as stored; none if `down` has them all."""
+        """The weights of `up` (B, or W of a dense group), one per slot, as stored; none if `down` has them all."""
         raise NotImplementedError
 
     def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
@@ -87,13 +85,9 @@ class LinearGroup:
         return linear(x_TI, self.inner if gamma_I is None else (self.inner * gamma_I).to(x_TI.dtype))
 
     def inner_by_slot(self, inner_UI: Tensor) -> Sequence[Tensor]:
-        """The rows of `inner` that belong to each slot."""
-        return _of_slots(inner_UI.split(self.down_widths), len(self.shape.slots), 0)
-
-    def by_slot(self, h_TH: Tensor) -> Sequence[Tensor]:
-        """What each slot's outer maps read."""
-        parts = h_TH.split(self.up_widths, dim=-1)
-        return _of_slots(parts, len(self.shape.slots), -1)
+        """The rows of `inner` that belong to each slot, whose maps stand apart: the first map of every slot, then the second."""
+        parts, slots = inner_UI.split(self.down_widths), len(self.shape.slots)
+        return parts if len(parts) == slots else [torch.cat(parts[slot::slots]) for slot in range(slots)]
 
     def up(
         self,
@@ -126,11 +120,6 @@ class LinearGroup:
         return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(parts, weights, strict=True)]
 
 
-def _of_slots(parts: Sequence[Tensor], slots: int, dim: int) -> Sequence[Tensor]:
-    """Joins each slot's parts, which stand part by part."""
-    return parts if len(parts) == slots else [torch.cat(list(parts[slot::slots]), dim) for slot in range(slots)]
-
-
 class Dense(LinearGroup):
     """Linears without a bottleneck. Those that project back to the residual stream have all of W in `down`, the others in `up`."""
 
@@ -152,7 +141,7 @@ class FusedLinearGroup(LinearGroup, FusedModule):
     """The linears of one group in one block, stored in fused parameters.
 
     All slots' inner maps are one fused parameter [sum of widths, I], so they share one GEMM and one collective without
-    a copy. Each outer map is a separate tensor. Dense weights are one tensor [sum of outputs, I], or two if key and
+    a copy. Each slot's B is a separate tensor. Dense weights are one tensor [sum of outputs, I], or two if key and
     value are placed differently from query.
     """
 

@@ -1,7 +1,6 @@
 """`LowRankLinear`: a linear layer made of two factors, for use in any model."""
 
 import copy
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +18,17 @@ class FamilyLinear(nn.Module):
     """A linear of a family with other maps than A and B, or another activation. Its maps are plain `nn.Linear` modules."""
 
     def __init__(self, linear: Linear, act: Act | None) -> None:
-        """`act`: between its inner and its outer maps. The maps are of no size yet."""
+        """`act`: between its inner maps and the outer one. The maps are of no size yet."""
         super().__init__()
         self.act = act
-        self.names = tuple(part.name for part in linear.inner), tuple(part.name for part in linear.outer)
-        """Names of the inner and of the outer maps."""
-        for name in sum(self.names, ()):
-            self.add_module(name, nn.Linear(1, 1, bias=False, device="meta"))
+        for part in (*linear.inner, *linear.outer):
+            self.add_module(part.name, nn.Linear(1, 1, bias=False, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        inner, outer = ([cast(nn.Linear, self._modules[name]) for name in names] for names in self.names)
+        *inner, outer = self.children()
         u = torch.cat([part(x) for part in inner], dim=-1)
-        h = u if self.act is None else self.act.forward(u)
-        parts = h.split([part.in_features for part in outer], dim=-1)
-        first, *others = (part(h_r) for part, h_r in zip(outer, parts, strict=True))
-        y: Tensor = sum(others, first)
+        y: Tensor = outer(u if self.act is None else self.act.forward(u))
         return y
 
 

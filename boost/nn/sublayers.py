@@ -69,7 +69,7 @@ class SeparateHeads(Heads):
 
 
 def _last_map(linear: nn.Module) -> nn.Module:
-    """The module of a linear that adds its bias: the last outer map, or the linear itself if it is not factored."""
+    """The module of a linear that adds its bias: the outer map, or the linear itself if it is not factored."""
     return next(reversed(linear._modules.values()), None) or linear
 
 
@@ -265,7 +265,7 @@ class Sublayer(FusedModule):
                 add_norm(self, self.spec, parameter, f"{slot_name}_norm")
                 continue
             linear = next(slot for slot in shape.slots if slot.name.endswith(slot_name)).linear
-            path = f"{slot_name}_proj.{linear.outer[-1].name}" if self.model.low_rank else f"{slot_name}_proj"
+            path = f"{slot_name}_proj.{linear.outer[0].name}" if self.model.low_rank else f"{slot_name}_proj"
             self.get_submodule(path).bias = nn.Parameter(torch.empty(self.spec.local_shape(parameter)))
             self.describe_child(f"{path}.bias", parameter, self.layout)
         if architecture.has_latent_gate(self.model, self.layer):

@@ -18,6 +18,8 @@ class GatedConfig(LowRankConfig):
     """Low-rank linears with a gate on the latents: y = B (silu(A x) * (G x))."""
 
     family: Literal["gated"] = "gated"
+    latent_act: Literal["gate"] = "gate"
+    recipe: ClassVar = {**LowRankConfig.recipe, "latent_act": "gate", "factor_init": "cola"}
     math: ClassVar[str] = f"{__name__}:Gated"
     modeling: ClassVar[str] = f"{__name__}:modeling_gated.py"
 
