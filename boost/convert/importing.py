@@ -207,7 +207,7 @@ def _convert(
     with new_folder(out, "--out") as temporary:
         writer, broken = TensorWriter(temporary / "tensors", "weights", file_bytes), dict[str, int]()
         for parameter in progress(list(parameters(weights.model)), "factorizing" if factorizer else "importing"):
-            if factorizer and parameter.role.endswith(".W"):
+            if factorizer and parameter.role.endswith(".weight"):
                 for name, factor in factorizer.factor(parameter, weights.read(parameter), target):
                     writer.add(f"{PREFIX}{name}", factor)
             else:

@@ -171,7 +171,8 @@ def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(config: Path, tm
 
 
 def command_with_few_files(words: list[str], free: int) -> int:
-    limit = 1 + max(map(int, os.listdir("/proc/self/fd"))) + free
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    limit = [number for number in range(max(used) + free + 2) if number not in used][free]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     return boost_command(words)
 

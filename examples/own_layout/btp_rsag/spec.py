@@ -24,7 +24,7 @@ class RSAGSpec(BTPSpec):
         if context.group.side == "enter":
             yield from super().group_comms(context)
             return
-        ranks = list(context.group.ranks)
+        widths = context.group.down_widths
         for kind in (REDUCE_SCATTER, ALL_GATHER):
-            yield from context.merged(Comm(kind, None), ranks)
-        yield from context.merged(SUM_BACKWARD, ranks)
+            yield from context.merged(Comm(kind, None), widths)
+        yield from context.merged(SUM_BACKWARD, widths)
