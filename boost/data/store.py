@@ -239,7 +239,9 @@ def is_missing(path: Path) -> bool:
 def read_meta(path: Path) -> JsonObject:
     """The content of `store.json`. Raises `DataError` if there is no finished store or the file is damaged."""
     if is_missing(path):
-        raise DataError(f"{path}: no token store here; create it with: boost prepare INPUT --out {shlex.quote(str(path))}")
+        raise DataError(
+            f"{path}: no token store here; create it with: boost prepare INPUT --out {shlex.quote(str(path))}"
+        )
     if not path.exists():
         if (old := path.with_name(f"{path.name}.boost-old")).exists():
             raise DataError(f"{path}: its replacement was interrupted; rerun 'boost prepare' or rename {old} to {path}")

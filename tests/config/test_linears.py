@@ -3,7 +3,6 @@
 import pytest
 
 from boost.config.architecture import GroupSpec, Slot, first_alike, groups
-from boost.config.families import ModelConfig
 from boost.config.linears import Linear, Map
 from boost.errors import ConfigError
 from tests import toy
@@ -45,21 +44,13 @@ def test_blocks_are_alike_by_their_linears() -> None:
 
 
 def test_what_a_family_does_not_define_is_refused() -> None:
-    usual = dict(ModelConfig.choices)
-    known.register()
-    try:
+    spectral = "defines A and B, but not G of model.family = 'gated'; use 'cola' or 'xavier'"
+    with known.registered():
         for fields, optim, error in (
-            (
-                {"factor_init": "spectral"},
-                {},
-                "defines A and B, but not G of model.family = 'gated'; use 'cola' or 'xavier'",
-            ),
+            ({"factor_init": "spectral"}, {}, spectral),
             ({}, {"name": "loro"}, "to which model.latent_act = 'gate' is not invariant"),
             ({"latent_act": "silu"}, {}, "model.latent_act = 'silu' is not one of gate"),
         ):
             with pytest.raises(ConfigError, match=error):
                 toy.toy_config(model={"family": "gated", **fields}, optim=optim)
         assert toy.toy_config(model={"family": "gated"}, optim={"name": "muon"})
-    finally:
-        for name in ModelConfig.choices.keys() - usual.keys():
-            del ModelConfig.choices[name]

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from boost.config.families import ModelConfig
 from tests.families import known
 
 
@@ -21,9 +20,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """The families of these tests are forgotten after each of them."""
-    usual = dict(ModelConfig.choices)
-    known.register()
-    yield
-    for name in ModelConfig.choices.keys() - usual.keys():
-        del ModelConfig.choices[name]
+    with known.registered():
+        yield

@@ -1,15 +1,18 @@
 """The families that `tests/families` runs: the one on docs/extend.md, and those in examples/families."""
 
+import contextlib
 import functools
 import importlib
 import re
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.nn.functional as F
 
 from boost.config.families import ModelConfig
+from boost.elementwise import ELEMENTWISE
 from tests import references
 
 REPOSITORY = Path(__file__).parents[2]
@@ -20,7 +23,9 @@ REFERENCES = {"gelu": references.bottleneck(F.gelu), "gated": references.gated}
 
 
 @functools.cache
-def _classes() -> dict[str, type[ModelConfig]]:
+def _made() -> tuple[dict[str, type[ModelConfig]], dict[str, bool]]:
+    """The families, and what they tell the planner."""
+    known = set(ELEMENTWISE)
     page = (REPOSITORY / "docs" / "extend.md").read_text(encoding="utf-8")
     (block,) = (text for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "GELUConfig" in text)
     sys.modules["gelu_of_the_page"] = module = types.ModuleType("gelu_of_the_page")
@@ -28,9 +33,25 @@ def _classes() -> dict[str, type[ModelConfig]]:
     for family, package in PACKAGES.items():
         sys.path.insert(0, str(REPOSITORY / "examples" / "families" / family))
         importlib.import_module(package)
-    return {family: ModelConfig.choices[family] for family in REFERENCES}
+    rules = {name: rule for name, rule in ELEMENTWISE.items() if name not in known}
+    return {family: ModelConfig.choices[family] for family in REFERENCES}, rules
 
 
 def register() -> None:
     """Registers all of them, in this process."""
-    ModelConfig.choices.update(_classes())
+    families, rules = _made()
+    ModelConfig.choices.update(families)
+    ELEMENTWISE.update(rules)
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Forgets them afterwards."""
+    before = dict(ModelConfig.choices), dict(ELEMENTWISE)
+    register()
+    try:
+        yield
+    finally:
+        for table, usual in zip((ModelConfig.choices, ELEMENTWISE), before, strict=True):
+            table.clear()
+            table.update(usual)
