@@ -27,6 +27,7 @@ from tests.matrices import (
     GROUPING,
     LOW_RANK_LAYOUTS,
     Row,
+    chosen,
     config_of,
     each_value,
     ids,
@@ -47,6 +48,8 @@ ROWS = pairwise(
         "kv_heads": (4, 1),
     }
 )
+
+DAILY = {str(row) for row in ({}, {"layout": "btp", "norm": "online"}, {"layout": "btp-sp"}, {"layout": "vanilla"})}
 
 
 def cell(family: str, row: Row) -> Config:
@@ -95,7 +98,7 @@ def test_every_layout_trains_as_one_process_does(family: str, row: Row) -> None:
         assert max(errors.values()) <= 1e-10, errors
 
 
-@pytest.mark.parametrize("layout", [{}, *LOW_RANK_LAYOUTS], ids=str)
+@pytest.mark.parametrize("layout", chosen(DAILY, [{}, *LOW_RANK_LAYOUTS]))
 def test_the_planner_knows_its_memory_and_its_collectives(family: str, layout: Row) -> None:
     for policy in ("none", policies(family, layout)[-2], "full-block"):
         config = memory_config(family, layout, policy, "bfloat16", layers=2)
