@@ -161,7 +161,7 @@ CORE = (
     "optim/adamw.py",
     "config/architecture.py",
 )
-CORE_FILES, CORE_LINES = 37, 6466
+CORE_FILES, CORE_LINES = 37, 6470
 
 
 def test_the_core_is_small() -> None:

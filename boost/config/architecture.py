@@ -113,7 +113,10 @@ def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupS
 
     def slot(name: str, d_in: int, d_out: int) -> Slot:
         bias = model.attn_bias != "none" and name.removeprefix("attn.") in model.attn_bias
-        return Slot(name, d_in, d_out, model.linear(layer, Size(name, d_in, d_out)), name in ("attn.k", "attn.v"), bias)
+        linear = model.linear(layer, Size(name, d_in, d_out))
+        if bool(linear.inner) != model.low_rank:
+            raise ConfigError(f"{name} of model.family = '{model.family}': whole weights cannot be mixed with factors")
+        return Slot(name, d_in, d_out, linear, name in ("attn.k", "attn.v"), bias)
 
     return (
         GroupSpec("qkv", "enter", (slot("attn.q", d, q), slot("attn.k", d, kv), slot("attn.v", d, kv))),

@@ -157,29 +157,38 @@ class ModelConfig(Tagged):
         return self.gate in ("tensor", "dense")
 
     def require_implemented(self) -> None:
-        """Raises ConfigError for an activation, an initialization or a gate that `boost.models` does not compute, which a family of
-        another package may declare."""
-        for name, base in (("latent_act", LowRankConfig), ("factor_init", LowRankConfig), ("gate", LaXConfig)):
+        """Raises ConfigError for an activation, an initialization or a gate that neither `boost.models` nor the family computes: a
+        family of another package may declare any."""
+        family = f"model.family = '{self.family}'"
+        if self.math != ModelConfig.math and not self.low_rank:
+            raise ConfigError(f"{family} has whole weights, so its math = '{self.math}' has no effect; remove it")
+        bases = (
+            ("latent_act", LowRankConfig, "math"),
+            ("factor_init", LowRankConfig, "initial"),
+            ("gate", LaXConfig, ""),
+        )
+        for name, base, computed_by in bases:
             value, known = getattr(self, name), get_args(base.model_fields[name].annotation)
-            own = name == "latent_act" and self.math != ModelConfig.math
-            if name in type(self).model_fields and value not in known and not own:
-                where = f"model.{name} = '{value}' of model.family = '{self.family}'"
-                raise ConfigError(f"{where} is not implemented; valid values: {', '.join(known)}")
+            is_own = getattr(type(self), computed_by, None) != getattr(base, computed_by, None)
+            if name in type(self).model_fields and value not in known and not is_own:
+                raise ConfigError(
+                    f"model.{name} = '{value}' of {family} is not implemented; valid values: {', '.join(known)}"
+                )
 
     @property
     def is_product(self) -> bool:
         """Whether every linear is a product W = B A, which does not depend on the basis of its latents."""
-        return (
-            self.low_rank and self.math == ModelConfig.math and self.latent_act == "none" and not self.has_latent_gates
-        )
+        return self.is_usual and self.low_rank and self.latent_act == "none" and not self.has_latent_gates
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether linears are W x, or B act(A x) with an activation of BOOST."""
+        linear = self.linear(0, Size("mlp.up", self.dim, self.ffn_dim))
+        return self.math == ModelConfig.math and (linear.is_pair or not self.low_rank)
 
     def linear(self, layer: int, size: Size) -> Linear:
         """The maps of one linear in block `layer`. Those of a block that share an input have equally many."""
         return Linear(weight=(Map("W", size.d_out, self.init_std),))
-
-    def widths(self) -> dict[str, int]:
-        """Widths of latents by the field that sets them: what a layout that shards latents divides."""
-        return {}
 
     def rank_of(self, layer: int, slot: str) -> int | None:
         """Rank of the linear `slot` (attn.q, ...) in block `layer`; None for the dense family."""
@@ -250,10 +259,6 @@ class LowRankConfig(ModelConfig):
         # As in CoLA's official code: the same for both factors of a linear.
         return SPECTRAL if self.factor_init == "spectral" else rank**-0.25 * (size.d_in + size.d_out) ** -0.25
 
-    def widths(self) -> dict[str, int]:
-        """The ranks."""
-        return {"model.rank": self.rank, **{f"model.ranks.{name}": rank for name, rank in self.ranks.items()}}
-
     def advice(self) -> Iterator[str]:
         """Names key/value projections whose factors are larger than a dense matrix, as with few key/value heads."""
         width = self.kv_heads * self.head_dim
@@ -269,7 +274,9 @@ class LowRankConfig(ModelConfig):
         """Ranks larger than their linears, ranks for unknown linears, and factors that an initialization does not define."""
         linear = self.linear(0, Size("mlp.up", self.dim, self.ffn_dim))
         others = [
-            part.name for part in (*linear.inner, *linear.outer) if part.initial == SPECTRAL and part.name not in "AB"
+            part.name
+            for part in (*linear.inner, *linear.outer)
+            if part.initial == SPECTRAL and part.name not in ("A", "B")
         ]
         if others:
             yield (
@@ -342,6 +349,10 @@ class LaXConfig(LowRankConfig):
                     f"model.ranks.{name} sets the rank in one block, but with model.family = 'lax', it must be the same in all "
                     f"blocks, because latents feed the next block; use ranks.{name.partition('.')[2].partition('.')[2]}"
                 )
+        linear = self.linear(0, Size("mlp.up", self.dim, self.ffn_dim))
+        if linear.down_width != linear.up_width:
+            widths = f"{linear.down_width} and {linear.up_width}"
+            yield f"model.family = '{self.family}': a latent gate needs inner and outer maps of one width, not {widths}"
         yield from super().problems(config)
 
 

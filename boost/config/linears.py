@@ -11,7 +11,8 @@ from boost.errors import ConfigError
 
 Initial = float | str | Callable[..., Any]
 """A parameter's initial values: the standard deviation of a normal draw, or a function (parameter, model, seed) -> the whole fp32
-tensor, or its `module:name`. It must depend on these arguments alone, so that all meshes start from the same weights."""
+tensor, or its `module:name`. It depends on these arguments alone, so that all meshes start from the same weights, and is defined
+once per module: linears are compared by it."""
 
 SPECTRAL = "boost.models.init:spectral"
 """Initial value of A and B: the truncated SVD of the dense linear's own initial weight."""
@@ -46,11 +47,18 @@ class Linear:
     weight: tuple[Map, ...] = ()
 
     def __post_init__(self) -> None:
+        names = [part.name for part in (*self.inner, *self.outer, *self.weight)]
+        if len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
+            raise ConfigError(f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G")
         if (bool(self.inner), len(self.outer), len(self.weight)) not in ((True, 1, 0), (False, 0, 1)):
-            maps = ", ".join(part.name for part in (*self.inner, *self.outer, *self.weight))
             raise ConfigError(
-                f"a linear of maps {maps} is not supported; it has inner maps and one outer map, or one weight"
+                f"a linear of maps {', '.join(names)} is not supported; it has inner maps and one outer map, or one weight"
             )
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it has just factors A and B."""
+        return [part.name for part in (*self.inner, *self.outer)] == ["A", "B"]
 
     @property
     def down_width(self) -> int:

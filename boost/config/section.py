@@ -57,8 +57,8 @@ class Section(BaseModel):
 
 
 def _hashable(value: object) -> object:
-    if isinstance(value, list):  # in place of a tuple, in a copy that was not validated
-        return tuple(value)
+    if isinstance(value, list | tuple):  # a list: in a copy that was not validated
+        return tuple(map(_hashable, value))
     return frozenset((key, _hashable(item)) for key, item in value.items()) if isinstance(value, dict) else value
 
 

@@ -364,7 +364,7 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     grouped-query attention, because it computes the width of all heads as hidden_size / num_attention_heads. All other models use
     our modeling file, and the family's own.
     """
-    own = vars(type(model)).get("modeling")
+    own = _modeling(model)
     if own == "transformers":
         return "llama"
     if own != "boost" or model.has_latent_gates:
@@ -396,9 +396,15 @@ def class_name(model: ModelConfig, form: Form) -> str:
     return f"{prefix}ForCausalLM"
 
 
+def _modeling(model: ModelConfig) -> str:
+    """`model.modeling`, which subclasses do not inherit; our file computes usual linears only."""
+    own = str(vars(type(model)).get("modeling", ""))
+    return own if model.is_usual or ":" in own else ""
+
+
 def modeling(model: ModelConfig, form: Form) -> tuple[Path, str]:
     """The modeling file of a form that is not stock, and what the names of its classes begin with. Raises ConfigError."""
-    own, prefix = vars(type(model)).get("modeling", ""), type(model).__name__.removesuffix("Config")
+    own, prefix = _modeling(model), type(model).__name__.removesuffix("Config")
     if own == "boost":
         return MODELING, "Cola" if form == "cola" else "Boost"
     module, _, file = own.partition(":")

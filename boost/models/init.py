@@ -46,7 +46,11 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
     if isinstance(initial, str):
         initial = pkgutil.resolve_name(initial)
     if callable(initial):
-        return cast(Tensor, initial(parameter, model, seed))
+        made = cast(Tensor, initial(parameter, model, seed))
+        assert made.shape == parameter.shape, f"{parameter.name} has shape {parameter.shape}, not {made.shape}"
+        return made
+    if initial is not None:
+        return _draw(torch.randn, parameter.shape, parameter.name, seed).mul_(initial)
     if kind in ("norm_bias", "bias"):
         return torch.zeros(parameter.shape, dtype=torch.float32)
     if parameter.role in ("norm", "final_norm", "qk_norm") or kind == "norm_weight":
@@ -54,8 +58,7 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
     if kind.startswith("gate_"):  # kaiming-uniform by fan-in, as in torch.nn.Linear
         bound = parameter.shape[-1] ** -0.5
         return _draw(torch.rand, parameter.shape, parameter.name, seed).mul_(2 * bound).sub_(bound)
-    std = model.init_std if initial is None else initial
-    return _draw(torch.randn, parameter.shape, parameter.name, seed).mul_(std)
+    return _draw(torch.randn, parameter.shape, parameter.name, seed).mul_(model.init_std)
 
 
 def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:

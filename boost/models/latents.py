@@ -5,7 +5,7 @@ import operator
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,35 +14,33 @@ from torch import Tensor
 from boost.config.schema import ModelConfig
 
 
-class Act(Protocol):
-    """h = act(u), for all linears of a group or for one of them. Compared by value: one per process for each activation."""
-
-    def forward(self, u_TU: Tensor, /) -> Tensor:
-        """u [T, U], the inner maps' results, part by part -> h [T, H], what the outer maps read. Differentiable."""
-
-    @property
-    def backward(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """(dh [T, H], u [T, U]) -> du [T, U]. None: autograd differentiates `forward`, and more than u is saved."""
-
-
 @dataclass(frozen=True)
-class Function:
-    """An `Act` made of two functions."""
+class Act:
+    """h = act(u), made of plain functions and operators of torch.ops.aten.
+
+    It is given several linears side by side, or a shard of them: [T, U] holds the first inner map of every linear, then the second,
+    and so on. So h[i] may depend only on u[i] of each map, and the maps of a linear must have one width.
+    """
 
     forward: Callable[[Tensor], Tensor]
+    """u [T, U], the inner maps' results -> h [T, H], what B reads. Differentiable."""
     backward: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(dh [T, H], u [T, U]) -> du [T, U]. None: autograd differentiates `forward`, and more than u is saved."""
+
+    def __repr__(self) -> str:
+        return self.forward.__name__
 
     def __reduce__(self) -> tuple[object, ...]:
         # Models can be pickled, torch's operators cannot: they are found by name.
         is_operator = isinstance(self.backward, torch._ops.OpOverloadPacket)
-        return _function, (self.forward, str(self.backward) if is_operator else self.backward)
+        return _act, (self.forward, str(self.backward) if is_operator else self.backward)
 
 
-def _function(forward: Callable[[Tensor], Tensor], backward: Any) -> Function:
-    return Function(forward, operator.attrgetter(backward)(torch.ops) if isinstance(backward, str) else backward)
+def _act(forward: Callable[[Tensor], Tensor], backward: Any) -> Act:
+    return Act(forward, operator.attrgetter(backward)(torch.ops) if isinstance(backward, str) else backward)
 
 
-ACTS: dict[str, Act | None] = {"none": None, "silu": Function(F.silu, torch.ops.aten.silu_backward)}
+ACTS: dict[str, Act | None] = {"none": None, "silu": Act(F.silu, torch.ops.aten.silu_backward)}
 """Activations by `model.latent_act`; None: the identity."""
 
 

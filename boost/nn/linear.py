@@ -21,27 +21,22 @@ class FamilyLinear(nn.Module):
         """`act`: between its inner maps and the outer one. The maps are of no size yet."""
         super().__init__()
         self.act = act
-        for part in (*linear.inner, *linear.outer):
-            self.add_module(part.name, nn.Linear(1, 1, bias=False, device="meta"))
+        self.names = [part.name for part in (*linear.inner, *linear.outer)]
+        for name in self.names:
+            self.add_module(name, nn.Linear(1, 1, bias=False, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        *inner, outer = self.children()
+        *inner, outer = (self.get_submodule(name) for name in self.names)
         u = torch.cat([part(x) for part in inner], dim=-1)
         y: Tensor = outer(u if self.act is None else self.act.forward(u))
         return y
 
 
-def is_pair(linear: Linear, act: Act | None) -> bool:
-    """Whether a family's linear is a `LowRankLinear`."""
-    names = [part.name for part in (*linear.inner, *linear.outer)]
-    return names == ["A", "B"] and act in ACTS.values()
-
-
 def linear_of(linear: Linear, act: Act | None) -> nn.Module:
     """A module for a family's linear, whose maps are still of no size: a rank may exceed the width of a shard, which
     `LowRankLinear.__init__` would reject."""
-    if not is_pair(linear, act):
+    if not linear.is_pair or act not in ACTS.values():
         return FamilyLinear(linear, act)
     return LowRankLinear(1, 1, 1, activation=next(name for name, known in ACTS.items() if known == act), device="meta")
 
@@ -126,7 +121,8 @@ class LowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         u = self.A(x)
-        y: Tensor = self.B(u if self.act is None else self.act.forward(u))
+        act = ACTS[self.activation]
+        y: Tensor = self.B(u if act is None else act.forward(u))
         return y
 
     @classmethod

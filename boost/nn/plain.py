@@ -136,7 +136,9 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
         if own._modules.keys().isdisjoint(same):
             like = theirs.get(clean(path))
             biased = isinstance(like, nn.Linear) and like.bias is not None
-            options = {name: getattr(like, name) for name in ("eps", "activation", *EMBEDDING) if hasattr(like, name)}
+            options = {
+                name: getattr(like, name) for name in ("eps", "activation", "act", *EMBEDDING) if hasattr(like, name)
+            }
             check(path, difference(own, type(like), hooks=is_copy, biased=biased, **options))
     weights = {clean(path): weight for path, weight in module.named_parameters(remove_duplicate=False)}
     dtype, expected = next(iter(weights.values())).dtype, dict(twin.named_parameters(remove_duplicate=False))

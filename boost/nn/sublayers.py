@@ -24,8 +24,9 @@ from boost.models.init import initialize
 from boost.models.interface import Flow, Layout, Stream
 from boost.models.kernels import gemms
 from boost.models.latent_gate import LatentGate
+from boost.models.latents import ACTS
 from boost.models.recompute import POLICIES
-from boost.nn.linear import FamilyLinear, LowRankLinear, is_pair, linear_of
+from boost.nn.linear import FamilyLinear, LowRankLinear, linear_of
 from boost.nn.plain import call, difference, is_read
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.weights import local_weight, once_differentiable, shard_weights
@@ -54,8 +55,9 @@ class Gate(LatentGate):
 class SeparateHeads(Heads):
     """`Heads` that looks up its parameters at each use: q_bias in the linear q_proj, q_norm in a module of this name, ..."""
 
-    def __init__(self, owner: nn.Module, spec: Spec, layer: int) -> None:
-        self._owner = owner
+    def __init__(self, owner: nn.Module, spec: Spec, layer: int, outer: str) -> None:
+        """`outer`: the name of the map that adds a linear's bias, if it is factored."""
+        self._owner, self._outer = owner, outer
         super().__init__(spec.model, layer, spec.layout)
 
     def __getattr__(self, name: str) -> Tensor:
@@ -63,14 +65,9 @@ class SeparateHeads(Heads):
         if kind == "norm":
             return local_weight(self._owner.get_submodule(name))
         if kind == "bias":
-            linear = self._owner.get_submodule(f"{slot}_proj")
-            return local_weight(_last_map(linear), "bias")
+            linear: Any = self._owner.get_submodule(f"{slot}_proj")
+            return local_weight(linear._modules.get(self._outer, linear), "bias")
         raise AttributeError(name)
-
-
-def _last_map(linear: nn.Module) -> nn.Module:
-    """The module of a linear that adds its bias: the outer map, or the linear itself if it is not factored."""
-    return next(reversed(linear._modules.values()), None) or linear
 
 
 class SeparateLinears(LinearGroup):
@@ -84,12 +81,23 @@ class SeparateLinears(LinearGroup):
         self._owner, self.names = owner, [f"{slot.name.partition('.')[2]}_proj" for slot in shape.slots]
         self._gate = f"{shape.name}_gate"
         super().__init__(spec.model, shape, layer, spec.layout, POLICIES[spec.recompute])
-        self.heads = SeparateHeads(owner, spec, layer)
+        self._paths = {
+            kind: [
+                (self.names[n % len(self.names)], part.name.rpartition(".")[2])
+                for n, part in enumerate(shape.maps("", kind))
+            ]
+            for kind in architecture.map_kinds(spec.model)
+        }
+        """(linear, map) of every map, by kind."""
+        is_pair = shape.slots[0].linear.is_pair and self.act in ACTS.values()
+        self._kind = LowRankLinear if is_pair else FamilyLinear
+        self._outer = self._paths["outer"][0][1] if self.low_rank else ""
+        self.heads = SeparateHeads(owner, spec, layer, self._outer)
         self._norms = ("q_norm", "k_norm") if shape.name == "qkv" and self.heads.has_norms else ()
 
     @property
     def bias(self) -> Tensor:  # type: ignore[override]
-        return local_weight(_last_map(self.linears[0]), "bias")
+        return local_weight(self.linears[0]._modules.get(self._outer, self.linears[0]), "bias")
 
     @property
     def latent_gate(self) -> LatentGate | None:  # type: ignore[override]
@@ -106,14 +114,9 @@ class SeparateLinears(LinearGroup):
         return [self._owner._modules[name] for name in self._norms]
 
     def maps(self, kind: architecture.MapKind) -> list[Any]:
-        """The modules of the maps of one kind, in the order of `GroupSpec.maps`; whole linears if they are not factored."""
-        linears = self.linears
-        names = [[part.name for part in getattr(slot.linear, kind)] for slot in self.shape.slots]
-        return [
-            linear._modules[name]
-            for part in zip(*names, strict=True)
-            for linear, name in zip(linears, part, strict=True)
-        ]
+        """The modules of the maps of one kind, in the order of `GroupSpec.maps`."""
+        modules: Any = self._owner._modules
+        return [modules[linear]._modules[name] for linear, name in self._paths[kind]]
 
     @property
     def inner(self) -> Tensor:  # type: ignore[override]
@@ -143,8 +146,7 @@ class SeparateLinears(LinearGroup):
         heads and the gate."""
         for slot, name, linear in zip(self.shape.slots, self.names, self.linears, strict=True):
             if self.low_rank:
-                usual = LowRankLinear if is_pair(slot.linear, self.act) else FamilyLinear
-                what = difference(linear, usual, act=self.act)
+                what = difference(linear, self._kind, act=self.act)
             else:
                 what = difference(linear, nn.Linear, biased=slot.bias)
             if what:
@@ -176,16 +178,11 @@ class CalledLinears(SeparateLinears):
         self.is_one_node, self.up_runner = False, self.policy.local
         self._batch = batch
 
-    @property
-    def up_widths(self) -> list[int]:  # type: ignore[override]
-        # Not asked of the modules, which may be of any class.
-        return [parameter.shape[1] for parameter in self.shape.maps("", "outer")]
-
     def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
         return torch.cat([call(module, x_TI, self._batch) for module in self.maps("inner")], dim=-1)
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
-        return self.outputs(self.maps("outer"), h_TR.split(self.up_widths, dim=-1))
+        return self.outputs(self.maps("outer"), h_TR.split(list(self.shape.up_widths), dim=-1))
 
     def outputs(self, modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         y = [call(module, x, self._batch) for module, x in zip(modules, inputs, strict=True)]

@@ -131,7 +131,7 @@ def _units(fused_params: Sequence[FusedParam], mesh: Mesh) -> Iterator[FactorUni
             first = mesh.tp.rank * (shape.rank // mesh.tp.size) if shape.sharded == "rank" else 0
             yield Factor(fused, param_slice, shape, first)
 
-    # A group's outer maps are stored right after its inner maps.
+    # In a `FusedLinearGroup`, the outer maps are stored right after the inner maps.
     stored = [fused for fused in fused_params if is_factor(fused.slices[0].parameter.role)]
     starts = [n for n, fused in enumerate(stored) if fused.slices[0].parameter.role.endswith(".inner")]
     for first, end in itertools.pairwise([*starts, len(stored)]):

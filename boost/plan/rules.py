@@ -440,27 +440,6 @@ def embedding_backward(dy: ShapeTensor, tokens: object, rows: int, padding: int,
     return table
 
 
-@rule("index_select")
-def index_select(x: ShapeTensor, dim: int, index: ShapeTensor) -> ShapeTensor:
-    """x at these indices of a dimension; saves them. The gradient is zero elsewhere."""
-    dim, like = dim % x.ndim, x.without_storage()
-    shape = (*x.shape[:dim], index.numel_, *x.shape[dim + 1 :])
-
-    def backward(g: Tensors, s: Tensors) -> Gradients:
-        zeros = make(like, like.shape, "zeros", 1.0)
-        return [index_add_(zeros.clone(), dim, s[0], g[0])]  # torch adds out of place
-
-    return record(lambda: make(x, shape, "index_select", 2.0, kernel=work.LOOKUP), [x], backward, [index])
-
-
-@rule("index_add_")
-def index_add_(x: ShapeTensor, dim: int, index: ShapeTensor, values: ShapeTensor) -> ShapeTensor:
-    """Adds values to x at these indices of a dimension, in place."""
-    _require_no_graph("index_add_", (x, values))
-    values.tape.record_op(work.LOOKUP, (values.numel_,), values.dtype, 3)
-    return x
-
-
 def zeros(
     tape_device: tuple[Tape, torch.device], *shape: Any, dtype: torch.dtype | None = None, **_: object
 ) -> ShapeTensor:

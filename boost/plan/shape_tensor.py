@@ -237,7 +237,7 @@ class ShapeTensor:
                 start, stop, _ = index.indices(x.shape[dim])
                 x = x.narrow(dim, start, max(stop - start, 0))
             else:
-                raise NoRuleError(f"indexing with {index!r}", "use narrow, reshape or index_select")
+                raise NoRuleError(f"indexing with {index!r}", "use narrow or reshape")
             dim += 1
         return x
 

@@ -1,10 +1,16 @@
 """What a family may describe, and what is refused in one line."""
 
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
 import pytest
 
-from boost.config.architecture import GroupSpec, Slot, first_alike, groups
-from boost.config.linears import Linear, Map
+from boost.config.architecture import GroupSpec, Slot, block_parameters, first_alike, groups
+from boost.config.families import CoLAConfig, DenseConfig, ModelConfig
+from boost.config.linears import Linear, Map, Size
+from boost.convert.formats import form_of, modeling
 from boost.errors import ConfigError
+from boost.models.init import initial_value
 from tests import toy
 from tests.families import known
 
@@ -17,6 +23,12 @@ A, B, G, W = (Map(name, 4, 0.1) for name in "ABGW")
 def test_other_maps_are_refused(maps: dict[str, tuple[Map, ...]]) -> None:
     with pytest.raises(ConfigError, match="is not supported; it has inner maps and one outer map, or one weight"):
         Linear(**maps)
+
+
+@pytest.mark.parametrize("inner", [(A, A), (A, Map("gate.A", 4, 0.1))])
+def test_every_map_has_a_name_of_its_own(inner: tuple[Map, ...]) -> None:
+    with pytest.raises(ConfigError, match="each needs a name of its own, such as G"):
+        Linear(inner, (B,))
 
 
 def test_linears_that_share_an_input_have_equally_many_inner_maps() -> None:
@@ -54,3 +66,77 @@ def test_what_a_family_does_not_define_is_refused() -> None:
             with pytest.raises(ConfigError, match=error):
                 toy.toy_config(model={"family": "gated", **fields}, optim=optim)
         assert toy.toy_config(model={"family": "gated"}, optim={"name": "muon"})
+
+
+class Wide(CoLAConfig):
+    """A wider latent in the MLP than `rank` says."""
+
+    family: Literal["wide"] = "wide"  # type: ignore[assignment]
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        return (
+            Linear((Map("A", 9, 0.1),), (Map("B", 9, 0.1),)) if size.name == "mlp.up" else super().linear(layer, size)
+        )
+
+
+class Mixed(CoLAConfig):
+    """Whole weights in attention."""
+
+    family: Literal["mixed"] = "mixed"  # type: ignore[assignment]
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        return DenseConfig.linear(self, layer, size) if size.name.startswith("attn") else super().linear(layer, size)  # type: ignore[arg-type]
+
+
+class Whole(DenseConfig):
+    """Mathematics without a place."""
+
+    family: Literal["whole"] = "whole"  # type: ignore[assignment]
+    math: ClassVar[str] = "gated_bottleneck:Gated"
+
+
+class Bent(CoLAConfig):
+    """Other mathematics under our modeling file, and a map whose name looks like a gate's."""
+
+    family: Literal["bent"] = "bent"  # type: ignore[assignment]
+    modeling: ClassVar[str] = "boost"
+    math: ClassVar[str] = "gated_bottleneck:Gated"
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        return Linear((Map("A", 4, 0.1), Map("gate_A", 4, 5.0)), (Map("B", 4, 0.1),))
+
+
+for _family in ("wide", "mixed", "whole", "bent"):
+    ModelConfig.choices.pop(_family)
+
+
+@pytest.fixture
+def own() -> Iterator[None]:
+    with known.registered():
+        for family in (Wide, Mixed, Whole, Bent):
+            ModelConfig.choices[family.model_fields["family"].default] = family
+        yield
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "error"),
+    [
+        ("wide", "vanilla", r"parallel.tp = 2 must divide mlp\.up\.A = 9 and mlp\.up\.B = 9"),
+        ("mixed", "btp", r"attn\.q of model\.family = 'mixed': whole weights cannot be mixed with factors"),
+        ("whole", "megatron", "has whole weights, so its math = 'gated_bottleneck:Gated' has no effect"),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_what_a_layout_or_a_block_cannot_hold_is_refused(family: str, layout: str, error: str) -> None:
+    rank = {} if family == "whole" else {"rank": 8}
+    with pytest.raises(ConfigError, match=error):
+        toy.toy_config(model={"family": family, **rank}, parallel={"layout": layout, "tp": 2})
+
+
+@pytest.mark.usefixtures("own")
+def test_our_modeling_file_computes_our_mathematics_only() -> None:
+    model = toy.toy_config(model={"family": "bent"}).model
+    with pytest.raises(ConfigError, match="model.family = 'bent' has no class BentForCausalLM for transformers"):
+        modeling(model, form_of(model, merge=True))
+    (gate,) = [p for p in block_parameters(model, 0) if p.name == "layers.0.attn.q.gate_A"]
+    assert initial_value(gate, model, 0).std() > 4, "a map's own initial value, whatever its name"

@@ -75,8 +75,6 @@ FAMILIES: dict[str, Function] = {
     "one part": lambda z, _: z[:, 2:5] * 2.0,
     "one column": lambda z, _: z[:, 2] * 2.0,
     "a new dimension": lambda z, _: z[None, 1:3] * 2.0,
-    "chosen columns": lambda z, index: z.index_select(1, index) * 2.0,
-    "chosen rows": lambda z, index: torch.index_select(z, 0, index) * 2.0,
 }
 
 

@@ -52,7 +52,5 @@ class BTPSPSpec(LayoutSpec):
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
         group = context.group
-        if group.side == "enter":
-            yield from context.merged(GATHER, group.up_widths)
-        else:
-            yield from context.merged(SCATTER_SUM, group.down_widths)
+        comm, widths = (GATHER, group.up_widths) if group.side == "enter" else (SCATTER_SUM, group.down_widths)
+        yield from context.merged(comm, widths)

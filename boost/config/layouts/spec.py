@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from boost.config.architecture import GroupSpec, Parameter
+from boost.config.architecture import GroupSpec, Parameter, different_blocks, groups
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
@@ -256,8 +256,14 @@ class LayoutSpec:
         return []
 
     def rank_fields(self, model: ModelConfig) -> dict[str, int]:
-        """Widths of latents that p must divide, by configuration key."""
-        return model.widths() if self.shards_rank else {}
+        """Widths of latents that p must divide, by configuration key; those of a family's own by map."""
+        if not self.shards_rank:
+            return {}
+        named = {"model.rank": model.rank or 0, **{f"model.ranks.{name}": rank for name, rank in model.ranks.items()}}
+        slots = [slot for layer in different_blocks(model) for group in groups(model, layer) for slot in group.slots]
+        maps = ((slot, part) for slot in slots for part in (*slot.linear.inner, *slot.linear.outer))
+        own = {f"{slot.name}.{part.name}": part.width for slot, part in maps if part.width not in named.values()}
+        return named | own
 
     # The table of collectives.
 

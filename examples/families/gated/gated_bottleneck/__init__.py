@@ -10,7 +10,7 @@ from torch import Tensor
 import boost
 from boost.config.families import LowRankConfig, ModelConfig
 from boost.config.linears import Linear, Size
-from boost.models.latents import Function, Math
+from boost.models.latents import Act, Math
 
 
 @boost.register_family
@@ -34,7 +34,7 @@ class Gated(Math):
     """The product of the two halves of u = [A x, G x]."""
 
     def __init__(self, model: ModelConfig) -> None:
-        self.act = Function(product, product_backward)
+        self.act = Act(product, product_backward)
 
 
 def product(u: Tensor) -> Tensor:
