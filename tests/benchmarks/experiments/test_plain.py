@@ -50,7 +50,8 @@ def test_crossings_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [pytest.param(FORMS[1], marks=pytest.mark.nightly), FORMS[2]])
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", FORMS[1:])
 def test_the_compiled_forms_take_the_same_step(form: str) -> None:
     config = toy.toy_config("float32")
     step, expected = plain_step(config, toy.CPU, form), plain_step(config, toy.CPU)
