@@ -121,6 +121,12 @@ def system_limit(error: BaseException) -> str | None:
     return system_limit(error.__cause__) if error.__cause__ else None
 
 
+def explained(error: BoostError) -> str:
+    """Its message, after the limit of the system that caused it, if one did."""
+    limit = system_limit(error)
+    return str(error) if limit is None or limit in str(error) else f"{limit} ({error})"
+
+
 def system_error(error: OSError) -> BoostError:
     """The error to report for one of the system: a StorageError that names the file, or, for the network, a TrainingError, because
     another try may succeed. It names the host whose name cannot be resolved."""

@@ -161,7 +161,7 @@ CORE = (
     "optim/adamw.py",
     "config/architecture.py",
 )
-CORE_FILES, CORE_LINES = 37, 6470
+CORE_FILES, CORE_LINES = 37, 6485
 
 
 def test_the_core_is_small() -> None:

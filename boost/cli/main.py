@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from boost.errors import BoostError, ConfigError, StorageError, system_error, system_limit
+from boost.errors import BoostError, ConfigError, StorageError, explained, system_error, system_limit
 from boost.machine import available_cores
 from boost.text import error_line, prepare_streams, print_error
 from boost.version import __version__
@@ -149,7 +149,7 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
     except BoostError as error:
         if args.debug:
             raise
-        print_error(system_limit(error) or str(error))
+        print_error(explained(error))
         return _exit_code(error.exit_code)
     except BrokenPipeError:
         # Closing the pipe early (`boost config --fields | head`) is not an error.

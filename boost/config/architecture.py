@@ -159,6 +159,22 @@ def different_blocks(model: ModelConfig) -> list[int]:
     return sorted({*_first_alike(model)})
 
 
+def linears(model: ModelConfig) -> Iterator[Slot]:
+    """The linears of every kind of block."""
+    return (slot for layer in different_blocks(model) for group in groups(model, layer) for slot in group.slots)
+
+
+@functools.lru_cache(maxsize=256)
+def is_usual(model: ModelConfig) -> bool:
+    """Whether every linear is W x, or B act(A x) with an activation of BOOST."""
+    return model.math == ModelConfig.math and all(slot.linear.is_pair or not model.low_rank for slot in linears(model))
+
+
+def is_product(model: ModelConfig) -> bool:
+    """Whether every linear is a product W = B A, which does not depend on the basis of its latents."""
+    return is_usual(model) and model.low_rank and model.latent_act == "none" and not model.has_latent_gates
+
+
 @functools.lru_cache(maxsize=256)
 def _first_alike(model: ModelConfig) -> tuple[int, ...]:
     first: dict[object, int] = {}

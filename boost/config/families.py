@@ -175,17 +175,6 @@ class ModelConfig(Tagged):
                     f"model.{name} = '{value}' of {family} is not implemented; valid values: {', '.join(known)}"
                 )
 
-    @property
-    def is_product(self) -> bool:
-        """Whether every linear is a product W = B A, which does not depend on the basis of its latents."""
-        return self.is_usual and self.low_rank and self.latent_act == "none" and not self.has_latent_gates
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether linears are W x, or B act(A x) with an activation of BOOST."""
-        linear = self.linear(0, Size("mlp.up", self.dim, self.ffn_dim))
-        return self.math == ModelConfig.math and (linear.is_pair or not self.low_rank)
-
     def linear(self, layer: int, size: Size) -> Linear:
         """The maps of one linear in block `layer`. Those of a block that share an input have equally many."""
         return Linear(weight=(Map("W", size.d_out, self.init_std),))
@@ -271,18 +260,7 @@ class LowRankConfig(ModelConfig):
                 )
 
     def problems(self, config: WholeConfig) -> Iterator[str]:
-        """Ranks larger than their linears, ranks for unknown linears, and factors that an initialization does not define."""
-        linear = self.linear(0, Size("mlp.up", self.dim, self.ffn_dim))
-        others = [
-            part.name
-            for part in (*linear.inner, *linear.outer)
-            if part.initial == SPECTRAL and part.name not in ("A", "B")
-        ]
-        if others:
-            yield (
-                f"model.factor_init = 'spectral' defines A and B, but not {others[0]} of model.family = '{self.family}'; use "
-                "'cola' or 'xavier'"
-            )
+        """Ranks larger than their linears, and ranks for unknown linears."""
         narrow, bound = min((self.dim, "model.dim"), (self.ffn_dim, "model.ffn_dim"))
         if self.rank > narrow:
             yield f"model.rank = {self.rank} exceeds {bound} = {narrow}; largest valid value: {narrow}"
@@ -349,10 +327,6 @@ class LaXConfig(LowRankConfig):
                     f"model.ranks.{name} sets the rank in one block, but with model.family = 'lax', it must be the same in all "
                     f"blocks, because latents feed the next block; use ranks.{name.partition('.')[2].partition('.')[2]}"
                 )
-        linear = self.linear(0, Size("mlp.up", self.dim, self.ffn_dim))
-        if linear.down_width != linear.up_width:
-            widths = f"{linear.down_width} and {linear.up_width}"
-            yield f"model.family = '{self.family}': a latent gate needs inner and outer maps of one width, not {widths}"
         yield from super().problems(config)
 
 

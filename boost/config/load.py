@@ -244,9 +244,8 @@ def _explain(error: ValidationError) -> str:
         case "misplaced":
             return detail["msg"]
         case "literal_error":
-            choices = [
-                choice.strip("'") for choice in re.split(", | or ", context["expected"])
-            ]  # of this class of the section
+            # Those of this class of the section: another class may have a field of this name.
+            choices = [choice.strip("'") for choice in re.split(", | or ", context["expected"])]
             near = _suggest(str(value), choices, "value")
             return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
         case "greater_than_equal":

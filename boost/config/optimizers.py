@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
+from boost.config.architecture import is_product
 from boost.config.section import Count, Decay, Fraction, Natural, NonNegative, Positive, Tagged, Values, WholeConfig
 
 
@@ -208,7 +209,7 @@ class LOROConfig(OptimConfig):
         """An exact step changes the basis of the latents; only y = B (A x) is invariant to it."""
         yield from super().problems(config)
         model = config.model
-        if model.low_rank and not model.is_product:
+        if model.low_rank and not is_product(model):
             has_act = model.latent_act != "none" and not model.has_latent_gates
             what = f"model.latent_act = '{model.latent_act}'" if has_act else f"model.family = '{model.family}'"
             yield (

@@ -5,7 +5,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from boost.config import layouts  # names are looked up when used: the layouts' specifications import this package
-from boost.config.architecture import block_parameters
+from boost.config.architecture import block_parameters, linears
+from boost.config.linears import SPECTRAL
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import nearest
 from boost.errors import ConfigError
@@ -58,6 +59,14 @@ def _model_problems(config: Config) -> Iterator[str]:
             f"{field} = {value} gives a model of {total:.1e} parameters, but the maximum is "
             f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
         )
+    for slot in linears(model):
+        maps, family = slot.linear, f"model.family = '{model.family}'"
+        if model.has_latent_gates and maps.down_width != maps.up_width:
+            widths = f"{maps.down_width} and {maps.up_width}"
+            yield f"{family}: the latent gate of {slot.name} needs inner and outer maps of one width, not {widths}"
+        for part in (*maps.inner, *maps.outer):
+            if part.initial == SPECTRAL and (part.name not in ("A", "B") or part.width != maps.up_width):
+                yield f"model.factor_init = 'spectral' defines A and B, but not {part.name} of {family}; use 'cola' or 'xavier'"
     is_default = model.head_dim == max(model.dim // model.heads, 1)
     if model.dim % 2 and is_default:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from boost.config.architecture import SLOTS, Parameter, parameters
+from boost.config.architecture import SLOTS, Parameter, is_product, is_usual, parameters, slot_of
 from boost.config.factors import is_factor
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
@@ -90,7 +90,7 @@ _KINDS: dict[Form, dict[str, str]] = {
     "llama": {"W": "weight"},
     "merged": {"W": "weight"},
     "cola": {"A": "cola_a", "B": "cola_b"},
-    "boost": {"bias": "B.bias"},  # and every map is a linear of its own
+    "boost": {},  # every map is a linear of its own, and the outer one has the bias
 }
 """Names of tensors: those outside the blocks, norms, each linear's module and, by form, the linear's weight or factors."""
 
@@ -370,7 +370,7 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     if own != "boost" or model.has_latent_gates:
         return "boost"
     kind = model_type(model, "merged")
-    if model.is_product and merge and kind:
+    if is_product(model) and merge and kind:
         return "merged"
     plain = model.attn_bias == "none" and model.kv_heads == model.heads and model.heads_dim == model.dim
     plain = plain and kind == "llama" and model.rope_factor == 1 and not model.ranks
@@ -399,7 +399,7 @@ def class_name(model: ModelConfig, form: Form) -> str:
 def _modeling(model: ModelConfig) -> str:
     """`model.modeling`, which subclasses do not inherit; our file computes usual linears only."""
     own = str(vars(type(model)).get("modeling", ""))
-    return own if model.is_usual or ":" in own else ""
+    return own if is_usual(model) or ":" in own else ""
 
 
 def modeling(model: ModelConfig, form: Form) -> tuple[Path, str]:
@@ -432,7 +432,11 @@ def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
         else:
             transposed = form == "cola" and factor in ("A", "B")
             shape = parameter.shape[::-1] if transposed else parameter.shape
-            name = f"{parameter.name}.weight" if form == "boost" and is_factor(parameter.role) else parameter.name
+            name = parameter.name
+            if form == "boost" and is_factor(parameter.role):
+                name += ".weight"
+            elif form == "boost" and factor == "bias":
+                name = f"{linear}.{slot_of(model, name).linear.outer[0].name}.bias"
             yield Entry(_name(name, form), shape, (parameter,), transposed)
 
 

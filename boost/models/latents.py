@@ -28,7 +28,7 @@ class Act:
     """(dh [T, H], u [T, U]) -> du [T, U]. None: autograd differentiates `forward`, and more than u is saved."""
 
     def __repr__(self) -> str:
-        return self.forward.__name__
+        return getattr(self.forward, "__name__", str(self.forward))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Models can be pickled, torch's operators cannot: they are found by name.
@@ -45,7 +45,7 @@ ACTS: dict[str, Act | None] = {"none": None, "silu": Act(F.silu, torch.ops.aten.
 
 
 class Math:
-    """The mathematics of a family, for one group of linears. A family names its own class in `ModelConfig.math`."""
+    """The mathematics of a family, for all linears of a model. A family names its own class in `ModelConfig.math`."""
 
     act: Act | None
     """None: the identity."""

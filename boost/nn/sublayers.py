@@ -24,9 +24,8 @@ from boost.models.init import initialize
 from boost.models.interface import Flow, Layout, Stream
 from boost.models.kernels import gemms
 from boost.models.latent_gate import LatentGate
-from boost.models.latents import ACTS
 from boost.models.recompute import POLICIES
-from boost.nn.linear import FamilyLinear, LowRankLinear, linear_of
+from boost.nn.linear import linear_of
 from boost.nn.plain import call, difference, is_read
 from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.weights import local_weight, once_differentiable, shard_weights
@@ -81,7 +80,7 @@ class SeparateLinears(LinearGroup):
         self._owner, self.names = owner, [f"{slot.name.partition('.')[2]}_proj" for slot in shape.slots]
         self._gate = f"{shape.name}_gate"
         super().__init__(spec.model, shape, layer, spec.layout, POLICIES[spec.recompute])
-        self._paths = {
+        self.paths = {
             kind: [
                 (self.names[n % len(self.names)], part.name.rpartition(".")[2])
                 for n, part in enumerate(shape.maps("", kind))
@@ -89,15 +88,15 @@ class SeparateLinears(LinearGroup):
             for kind in architecture.map_kinds(spec.model)
         }
         """(linear, map) of every map, by kind."""
-        is_pair = shape.slots[0].linear.is_pair and self.act in ACTS.values()
-        self._kind = LowRankLinear if is_pair else FamilyLinear
-        self._outer = self._paths["outer"][0][1] if self.low_rank else ""
-        self.heads = SeparateHeads(owner, spec, layer, self._outer)
+        self._kind = type(linear_of(shape.slots[0].linear, self.act)) if self.low_rank else nn.Linear
+        self.outer = self.paths["outer"][0][1] if self.low_rank else ""
+        """Name of the map that adds a linear's bias, if it is factored."""
+        self.heads = SeparateHeads(owner, spec, layer, self.outer)
         self._norms = ("q_norm", "k_norm") if shape.name == "qkv" and self.heads.has_norms else ()
 
     @property
     def bias(self) -> Tensor:  # type: ignore[override]
-        return local_weight(self.linears[0]._modules.get(self._outer, self.linears[0]), "bias")
+        return local_weight(self.linears[0]._modules.get(self.outer, self.linears[0]), "bias")
 
     @property
     def latent_gate(self) -> LatentGate | None:  # type: ignore[override]
@@ -116,7 +115,7 @@ class SeparateLinears(LinearGroup):
     def maps(self, kind: architecture.MapKind) -> list[Any]:
         """The modules of the maps of one kind, in the order of `GroupSpec.maps`."""
         modules: Any = self._owner._modules
-        return [modules[linear]._modules[name] for linear, name in self._paths[kind]]
+        return [modules[linear]._modules[name] for linear, name in self.paths[kind]]
 
     @property
     def inner(self) -> Tensor:  # type: ignore[override]
@@ -250,10 +249,8 @@ class Sublayer(FusedModule):
             for name, slot in zip(group.names, shape.slots, strict=True):
                 self.add_module(name, linear_of(slot.linear, group.act))
         for kind in architecture.map_kinds(self.model):
-            for number, parameter in enumerate(shape.maps(prefix, kind)):
-                path = group.names[number % len(group.names)]
-                if self.model.low_rank:
-                    path += "." + parameter.name.rpartition(".")[2]
+            for parameter, (linear, name) in zip(shape.maps(prefix, kind), group.paths[kind], strict=True):
+                path = f"{linear}.{name}" if self.model.low_rank else linear
                 self.set_submodule(path, uninitialized_linear(self.spec, parameter))
                 self.describe_child(f"{path}.weight", parameter, self.layout)
         for parameter in architecture.attention_parameters(self.model, shape, prefix):
@@ -261,8 +258,7 @@ class Sublayer(FusedModule):
             if vector == "norm":
                 add_norm(self, self.spec, parameter, f"{slot_name}_norm")
                 continue
-            linear = next(slot for slot in shape.slots if slot.name.endswith(slot_name)).linear
-            path = f"{slot_name}_proj.{linear.outer[0].name}" if self.model.low_rank else f"{slot_name}_proj"
+            path = f"{slot_name}_proj.{group.outer}" if self.model.low_rank else f"{slot_name}_proj"
             self.get_submodule(path).bias = nn.Parameter(torch.empty(self.spec.local_shape(parameter)))
             self.describe_child(f"{path}.bias", parameter, self.layout)
         if architecture.has_latent_gate(self.model, self.layer):

@@ -121,6 +121,7 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
     elif isinstance(error, ExcludedError):
         kind, message, code = "excluded", str(error), error.exit_code
     elif what := out_of_memory(error) or errors.system_limit(error):
+        what = errors.explained(error) if isinstance(error, BoostError) else what
         message, name, code = f"process {rank + 1} (rank {rank}): {what}", "TrainingError", TrainingError.exit_code
     elif is_lost_connection(error) or (isinstance(error, BoostError) and is_lost_connection(error.__cause__)):
         kind, message, name, code = "lost", first_sentence(error), TrainingError.__name__, TrainingError.exit_code

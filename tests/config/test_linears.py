@@ -1,14 +1,15 @@
 """What a family may describe, and what is refused in one line."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import pytest
 
-from boost.config.architecture import GroupSpec, Slot, block_parameters, first_alike, groups
-from boost.config.families import CoLAConfig, DenseConfig, ModelConfig
+from boost.config.architecture import GroupSpec, Slot, block_parameters, first_alike, groups, is_product, is_usual
+from boost.config.families import CoLAConfig, DenseConfig, ModelConfig, SVDConfig
 from boost.config.linears import Linear, Map, Size
-from boost.convert.formats import form_of, modeling
+from boost.convert.formats import entries, form_of, modeling
 from boost.errors import ConfigError
 from boost.models.init import initial_value
 from tests import toy
@@ -106,14 +107,25 @@ class Bent(CoLAConfig):
         return Linear((Map("A", 4, 0.1), Map("gate_A", 4, 5.0)), (Map("B", 4, 0.1),))
 
 
-for _family in ("wide", "mixed", "whole", "bent"):
+class Partly(SVDConfig):
+    """Another map in attention only, under our modeling file; B has another name."""
+
+    family: Literal["partly"] = "partly"  # type: ignore[assignment]
+    modeling: ClassVar[str] = "boost"
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        usual = super().linear(layer, size)
+        return Linear(usual.inner, (replace(usual.outer[0], name="Up"),)) if size.name.startswith("attn") else usual
+
+
+for _family in ("wide", "mixed", "whole", "bent", "partly"):
     ModelConfig.choices.pop(_family)
 
 
 @pytest.fixture
 def own() -> Iterator[None]:
     with known.registered():
-        for family in (Wide, Mixed, Whole, Bent):
+        for family in (Wide, Mixed, Whole, Bent, Partly):
             ModelConfig.choices[family.model_fields["family"].default] = family
         yield
 
@@ -131,6 +143,21 @@ def test_what_a_layout_or_a_block_cannot_hold_is_refused(family: str, layout: st
     rank = {} if family == "whole" else {"rank": 8}
     with pytest.raises(ConfigError, match=error):
         toy.toy_config(model={"family": family, **rank}, parallel={"layout": layout, "tp": 2})
+
+
+@pytest.mark.usefixtures("own")
+def test_every_linear_counts() -> None:
+    """Not only the first that is looked at."""
+    model = toy.toy_config(model={"family": "partly", "attn_bias": "qkvo"}).model
+    assert not is_usual(model) and not is_product(model)
+    with pytest.raises(ConfigError, match="model.family = 'partly' has no class PartlyForCausalLM for transformers"):
+        modeling(model, form_of(model, merge=True))
+    with pytest.raises(ConfigError, match="to which model.family = 'partly' is not invariant"):
+        toy.toy_config(model={"family": "partly"}, optim={"name": "loro"})
+    with pytest.raises(ConfigError, match="defines A and B, but not Up"):
+        toy.toy_config(model={"family": "partly", "factor_init": "spectral"})
+    names = {entry.name for entry in entries(model, "boost")}
+    assert {"model.layers.0.self_attn.q_proj.Up.weight", "model.layers.0.self_attn.q_proj.Up.bias"} <= names
 
 
 @pytest.mark.usefixtures("own")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from boost.cli.main import main
-from boost.errors import CheckpointError, HangError, StorageError, TrainingError
+from boost.errors import BoostError, CheckpointError, HangError, StorageError, TrainingError
 from boost.train import run
 from boost.train.agreement import PeersLostError
 from boost.train.failures import failure_report, out_of_memory
@@ -195,6 +195,7 @@ def test_a_system_without_another_process_or_thread_of_torch_or_open_file() -> N
     for error in (gloo, OSError(errno.EMFILE, "x", "a file"), caused, told, mute):
         report = failure_report(error, 1)
         assert "(rank 1): the system allows no more open files" in report.message and report.exit_code == 3
+        assert not isinstance(error, BoostError) or str(error) in report.message, "what failed is not lost"
 
 
 def test_a_lost_replica_is_a_lost_connection() -> None:

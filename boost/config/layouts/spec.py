@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from boost.config.architecture import GroupSpec, Parameter, different_blocks, groups
+from boost.config.architecture import GroupSpec, Parameter, linears
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
@@ -260,8 +260,7 @@ class LayoutSpec:
         if not self.shards_rank:
             return {}
         named = {"model.rank": model.rank or 0, **{f"model.ranks.{name}": rank for name, rank in model.ranks.items()}}
-        slots = [slot for layer in different_blocks(model) for group in groups(model, layer) for slot in group.slots]
-        maps = ((slot, part) for slot in slots for part in (*slot.linear.inner, *slot.linear.outer))
+        maps = ((slot, part) for slot in linears(model) for part in (*slot.linear.inner, *slot.linear.outer))
         own = {f"{slot.name}.{part.name}": part.width for slot, part in maps if part.width not in named.values()}
         return named | own
 

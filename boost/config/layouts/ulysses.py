@@ -15,7 +15,7 @@ Elements sent per token, forward and backward: 2 (min(r, d/p) + 2 min(r, d_kv/p)
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from boost.config.architecture import Slot, different_blocks, groups
+from boost.config.architecture import Slot, linears
 from boost.config.layouts.spec import (
     EXCHANGE,
     GATHER,
@@ -110,7 +110,7 @@ class BTPCPSpec(CrossingSpec):
         """Whether one rank's heads are narrower than this projection's widest latent over all blocks. All blocks make the same
         choice, and so do k and v."""
         names = ("attn.k", "attn.v") if slot.kv else (slot.name,)
-        widest = max(_sent_width(_slot(name, model, layer)) for layer in different_blocks(model) for name in names)
+        widest = max(_sent_width(other) for other in linears(model) if other.name in names)
         return heads_width(slot, model, parallel) < widest
 
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
@@ -140,8 +140,8 @@ def heads_width(slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int
     return max(width // parallel.tp, model.head_dim)
 
 
-def _slot(name: str, model: ModelConfig, layer: int = 0) -> Slot:
-    return next(slot for group in groups(model, layer) for slot in group.slots if slot.name == name)
+def _slot(name: str, model: ModelConfig) -> Slot:
+    return next(slot for slot in linears(model) if slot.name == name)
 
 
 def _sent_width(slot: Slot) -> int:
