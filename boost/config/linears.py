@@ -38,32 +38,45 @@ class Map:
 
 
 @dataclass(frozen=True)
+class Select(Map):
+    """Inputs of a linear that are used as they are, x[:, index]. `initial`: a function that returns the index, int64 [width],
+    distinct inputs in any order. It is stored as weights are, but not trained."""
+
+
+@dataclass(frozen=True)
 class Linear:
-    """y = W x (`weight`), or y = B h (`outer`) with h = act(u), where u is the results of the `inner` maps side by side. act may
-    change the width, as a gate does from 2 r to r. Raises ConfigError for anything else."""
+    """y = W x (`weight`), or y = B h (`outer`) with h = act(u), where u is the results of the `inner` maps side by side, then the
+    selected inputs (`select`). act may change the width, as a gate does from 2 r to r. Several outer maps read h in turn, and their
+    results are added. Raises ConfigError for anything else."""
 
     inner: tuple[Map, ...] = ()
     outer: tuple[Map, ...] = ()
     weight: tuple[Map, ...] = ()
+    select: tuple[Select, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [part.name for part in (*self.inner, *self.outer, *self.weight)]
+        names = [part.name for part in (*self.inner, *self.outer, *self.weight, *self.select)]
         if len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
             raise ConfigError(f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G")
-        if (bool(self.inner), len(self.outer), len(self.weight)) not in ((True, 1, 0), (False, 0, 1)):
+        kinds = bool(self.inner), bool(self.outer), len(self.weight), bool(self.weight and self.select)
+        if kinds not in ((True, True, 0, False), (False, False, 1, False)):
             raise ConfigError(
-                f"a linear of maps {', '.join(names)} is not supported; it has inner maps and one outer map, or one weight"
+                f"a linear of maps {', '.join(names)} is not supported; it has inner and outer maps, or one weight"
+            )
+        if drawn := next((part.name for part in self.select if isinstance(part.initial, float)), None):
+            raise ConfigError(
+                f"{drawn} selects inputs, so its initial values come from a function, not from a normal draw"
             )
 
     @property
     def is_pair(self) -> bool:
         """Whether it has just factors A and B."""
-        return [part.name for part in (*self.inner, *self.outer)] == ["A", "B"]
+        return [part.name for part in (*self.inner, *self.outer, *self.select)] == ["A", "B"]
 
     @property
     def down_width(self) -> int:
         """Width of u."""
-        return sum(part.width for part in self.inner)
+        return sum(part.width for part in (*self.inner, *self.select))
 
     @property
     def up_width(self) -> int:

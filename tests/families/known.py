@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.nn.functional as F
+from torch.nn.functional import silu
 
 from boost.config.families import ModelConfig
 from boost.elementwise import ELEMENTWISE
 from tests import references
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = {"gated": "gated_bottleneck"}
+PACKAGES = {"gated": "gated_bottleneck", "lost": "lost_bottleneck"}
 """Of examples/families, by family."""
-REFERENCES = {"gelu": references.bottleneck(F.gelu), "gated": references.gated}
+REFERENCES = {"gelu": references.bottleneck(F.gelu), "gated": references.gated, "lost": references.lost(0.7, 0.3, silu)}
 """Plain PyTorch, by family."""
 
 
