@@ -64,9 +64,9 @@ def _model_problems(config: Config) -> Iterator[str]:
         if model.has_latent_gates and maps.down_width != maps.up_width:
             widths = f"{maps.down_width} and {maps.up_width}"
             yield f"{family}: the latent gate of {slot.name} needs inner and outer maps of one width, not {widths}"
-        ranks = [part.width for part in (*maps.inner, *maps.outer) if part.name in ("A", "B")]
+        ranks = {part.width for part in (*maps.inner, *maps.outer) if part.name in ("A", "B")}
         for part in (*maps.inner, *maps.outer):
-            if part.initial == SPECTRAL and (part.name not in ("A", "B") or ranks != [part.width] * 2):
+            if part.initial == SPECTRAL and (part.name not in ("A", "B") or ranks != {part.width}):
                 yield f"model.factor_init = 'spectral' defines A and B, but not {part.name} of {family}; use 'cola' or 'xavier'"
     is_default = model.head_dim == max(model.dim // model.heads, 1)
     if model.dim % 2 and is_default:

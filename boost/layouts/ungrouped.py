@@ -22,8 +22,8 @@ class Ungrouped(LinearGroup):
         if not self.low_rank:
             return inputs
         inner = self.inner if gamma_I is None else (self.inner * gamma_I).to(inputs[0].dtype)
-        slots = zip(inputs, self.inner_by_slot(inner), self.index_by_slot(), strict=True)
-        return tuple(self.with_selected(linear(x_TI, a_rI), x_TI, index, gamma_I) for x_TI, a_rI, index in slots)
+        slots = zip(inputs, self.inner_by_slot(inner), strict=True)
+        return tuple(self.with_selected(linear(x_TI, a_rI), x_TI, index, gamma_I) for x_TI, (a_rI, index) in slots)
 
     def up(self, u: Any, prev_TR: Any = None, scale_T1: Any = None, start_grad_sum: Any = None) -> Any:
         if self.is_one_node and torch.is_grad_enabled():

@@ -4,7 +4,7 @@ Legend: T tokens; I input width, O output width and R latent width of a group, a
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from boost.config.schema import ModelConfig
 from boost.config.storage import fused_weights
 from boost.models.attention import Heads, own_head
 from boost.models.fused import FusedModule, Sharding
-from boost.models.kernels import StartCollective, UpProject, linear, scale, select, sum_of_products
+from boost.models.kernels import StartCollective, UpProject, linear, projected, scale, select
 from boost.models.latent_gate import LatentGate
 from boost.models.latents import act_of
 from boost.models.recompute import RecomputePolicy, call
@@ -61,8 +61,8 @@ class LinearGroup:
         self.slot_acts = [act_of(model, widths) for widths in of_slot]
         """The activation of each slot by itself."""
         self.act = act_of(model, tuple(map(sum, zip(*of_slot, strict=True))))
-        self.input_shard = layout.rank if placed and placed[0][1].dim == 1 else None
-        """Which shard of the inputs this process has; None: all of them."""
+        self.input_shard = layout.rank if placed and placed[0][1].dim == 1 else 0
+        """Which shard of the inputs this process has."""
         self.as_heads = [layout.crosses_as_heads(slot) for slot in shape.slots]
         """For each slot, whether this process computes all heads of its tokens, which are then exchanged."""
         self.takes_prev = architecture.has_latent_gate(model, layer)
@@ -100,29 +100,28 @@ class LinearGroup:
         u_TU = linear(x_TI, self.inner if gamma_I is None else (self.inner * gamma_I).to(x_TI.dtype))
         return u_TU if self.index is None else self.with_selected(u_TU, x_TI, self.index, gamma_I)
 
+    def selected(self, x_TI: Tensor, index_K: Tensor | None, gamma_I: Tensor | None = None) -> Tensor | None:
+        """Inputs that an index selects, if any."""
+        return None if index_K is None else select(x_TI, index_K, self.input_shard * x_TI.shape[-1], gamma_I)
+
     def with_selected(
         self, u_TU: Tensor, x_TI: Tensor, index_K: Tensor | None, gamma_I: Tensor | None = None
     ) -> Tensor:
-        """u, then the selected inputs, if any (`kernels.select`)."""
-        if index_K is None:
-            return u_TU
-        first = None if self.input_shard is None else self.input_shard * x_TI.shape[-1]
-        return torch.cat((u_TU, select(x_TI, index_K, first, gamma_I)), dim=-1)
+        """u, then the selected inputs."""
+        selected_TK = self.selected(x_TI, index_K, gamma_I)
+        return u_TU if selected_TK is None else torch.cat((u_TU, selected_TK), dim=-1)
 
     def by_slot(self, parts: Sequence[Tensor], dim: int = 0) -> Sequence[Tensor]:
         """Of parts that stand apart, the first of every slot, then the second: those of each slot together."""
         slots = len(self.shape.slots)
         return parts if len(parts) == slots else [torch.cat(list(parts[slot::slots]), dim) for slot in range(slots)]
 
-    def inner_by_slot(self, inner_UI: Tensor) -> Sequence[Tensor]:
-        """The rows of `inner` that belong to each slot."""
-        return self.by_slot(inner_UI.split(self.inner_widths))
-
-    def index_by_slot(self) -> Sequence[Tensor | None]:
-        """The part of `index` that belongs to each slot."""
+    def inner_by_slot(self, inner_UI: Tensor) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """For each slot, its rows of `inner` and its part of `index`."""
+        rows = self.by_slot(inner_UI.split(self.inner_widths))
         if self.index is None:
-            return [None] * len(self.shape.slots)
-        return self.by_slot(self.index.split(self.down_widths[len(self.inner_widths) :]))
+            return zip(rows, itertools.repeat(None), strict=False)
+        return zip(rows, self.by_slot(self.index.split(self.down_widths[len(self.inner_widths) :])), strict=True)
 
     def outer_by_slot(self) -> list[Sequence[Tensor]]:
         """The weights of `up` that belong to each slot."""
@@ -155,11 +154,9 @@ class LinearGroup:
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
         """B h, one [T, O] per slot."""
-        weights, slots = self.weights(), len(self.shape.slots)
-        parts = h_TR.split(self.up_widths, dim=-1) if len(weights) > 1 else (h_TR,)
-        if len(weights) == slots:
-            return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(parts, weights, strict=True)]
-        return [sum_of_products(parts[slot::slots], weights[slot::slots]) for slot in range(slots)]
+        weights, widths = self.outer_by_slot(), self.up_widths
+        parts = h_TR.split(widths, dim=-1) if len(widths) > 1 else (h_TR,)
+        return list(map(projected, self.by_slot(parts, dim=-1), weights))
 
 
 class Dense(LinearGroup):

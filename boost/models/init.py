@@ -66,12 +66,11 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
 
 def require_index(index_K: Tensor, parameter: Parameter, model: ModelConfig) -> None:
     """Raises ConfigError for values of a parameter that are not distinct inputs of its linear."""
-    inputs = slot_of(model, parameter.name).d_in
-    distinct = index_K.unique()
+    inputs, distinct = slot_of(model, parameter.name).d_in, index_K.unique()
     if index_K.dtype != torch.int64 or len(distinct) < len(index_K) or distinct[0] < 0 or distinct[-1] >= inputs:
         raise ConfigError(
-            f"{parameter.name} of model.family = '{model.family}' is {index_K.dtype} of {distinct[0]} to {distinct[-1]}, "
-            f"{len(distinct)} of {len(index_K)} distinct; it must be int64 of 0 to {inputs - 1}, all distinct"
+            f"{parameter.name} of model.family = '{model.family}' must be int64, distinct and from 0 to {inputs - 1}; it is "
+            f"{index_K.dtype}, {len(distinct)} of {len(index_K)} are distinct, and they are from {distinct[0]} to {distinct[-1]}"
         )
 
 

@@ -322,34 +322,21 @@ def projected(h_TR: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Differentiable sum of h_k B_k^T, [T, O]: each B_k reads its columns of h."""
     if len(weights) == 1:
         return linear(h_TR, weights[0])
-    return sum_of_products(h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1), weights)
-
-
-def sum_of_products(parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Differentiable sum of h_k B_k^T, [T, O]."""
+    parts = h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
     y_TO = linear(parts[0], weights[0])
     for h_Tr, b_Or in zip(parts[1:], weights[1:], strict=True):
         y_TO = y_TO.addmm_(h_Tr, b_Or.to(h_Tr.dtype).t())
     return y_TO
 
 
-def own_columns(index_K: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """For inputs [first, first + width): (where a selected input is among them, [K], whether it is [K]). The place of any other is
-    one of them too, so that no shape depends on which they are."""
-    local_K = index_K - first
-    return local_K.clamp(0, width - 1), (local_K >= 0) & (local_K < width)
-
-
-def select(x_TI: Tensor, index_K: Tensor, first: int | None = None, gamma_I: Tensor | None = None) -> Tensor:
-    """Differentiable (gamma x)[:, index], [T, K]. `first`: number of the first input here, if others are elsewhere, which are 0
-    here."""
-    if first is not None:
-        index_K, own_K = own_columns(index_K, first, x_TI.shape[-1])
-    factor_K = None if gamma_I is None else gamma_I.index_select(0, index_K)
-    if first is not None:
-        factor_K = own_K if factor_K is None else factor_K * own_K
-    y_TK = x_TI.index_select(-1, index_K)
-    return y_TK if factor_K is None else y_TK * factor_K.to(x_TI.dtype)
+def select(x_TI: Tensor, index_K: Tensor, first: int, gamma_I: Tensor | None = None) -> Tensor:
+    """Differentiable (gamma x)[:, index], [T, K]. `first`: number of the first input here; those of other processes are 0, so that
+    shapes do not depend on where they are."""
+    local_K, width = index_K - first, x_TI.shape[-1]
+    at_K, factor_K = local_K.clamp(0, width - 1), (local_K >= 0) & (local_K < width)
+    if gamma_I is not None:
+        factor_K = gamma_I.index_select(0, at_K) * factor_K
+    return x_TI.index_select(-1, at_K) * factor_K.to(x_TI.dtype)
 
 
 class _Lookup(torch.autograd.Function):

@@ -54,8 +54,7 @@ class Math:
         self.act = ACTS[model.latent_act]
 
     def act_for(self, widths: tuple[int, ...]) -> Act | None:
-        """The activation of u whose parts have these widths in this process: each inner map's results, then the selected inputs.
-        For a family that treats its parts differently."""
+        """`act`, for a u whose parts (each inner map's results, then selected inputs) have these widths in this process."""
         return self.act
 
 

@@ -3,9 +3,10 @@ several TP ranks, where a norm, its projections and a collective are one operati
 are stored or copied, whatever weights do not tell is refused (`stored_parameters`).
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -141,14 +142,13 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
                 name: getattr(like, name) for name in ("eps", "activation", "act", *EMBEDDING) if hasattr(like, name)
             }
             check(path, difference(own, type(like), hooks=is_copy, biased=biased, **options))
-    weights, expected = (
-        {
-            clean(path): cast(nn.Parameter, weight)  # indices are buffers
-            for named in (model.named_parameters, model.named_buffers)
-            for path, weight in named("", True, False)
-        }
-        for model in (module, twin)
-    )
+
+    def held(model: nn.Module) -> dict[str, Any]:
+        """Indices are buffers."""
+        named = itertools.chain(model.named_parameters("", True, False), model.named_buffers("", True, False))
+        return {clean(path): tensor for path, tensor in named}
+
+    weights, expected = held(module), held(twin)
     dtype = next(iter(weights.values())).dtype
     for path in weights.keys() ^ expected.keys():
         check(path, "is no weight of boost.nn")

@@ -187,7 +187,8 @@ class CalledLinears(SeparateLinears):
         return self.with_selected(u_TU, x_TI, self.index)
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
-        return self.outputs(self.maps("outer"), h_TR.split(self.up_widths, dim=-1))
+        widths = [outer.shape[1] for outer in self.shape.maps("", "outer")]
+        return self.outputs(self.maps("outer"), h_TR.split(widths, dim=-1))
 
     def outputs(self, modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         parts = [call(module, x, self._batch) for module, x in zip(modules, inputs, strict=True)]

@@ -428,24 +428,13 @@ def _by_tokens(shape: Shape) -> Shape:
 
 @rule("index_select")
 def index_select(x: ShapeTensor, dim: int, index: ShapeTensor) -> ShapeTensor:
-    """Some slices of x; saves their index. The gradient is zero elsewhere."""
+    """Some slices of x; saves their index. The gradient is written twice: zeros, then its slices."""
     dim %= x.ndim
     like, shape = x.without_storage(), (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
+    made = functools.partial(make, x, shape, "index_select", 2.0, inputs=[x, index])
     return record(
-        lambda: make(x, shape, "index_select", 2.0, inputs=[x, index]),
-        [x],
-        lambda g, s: [index_add_(make(like, like.shape, "zeros", 1.0), dim, s[0], g[0])],
-        [index],
+        made, [x], lambda g, s: [make(like, like.shape, "index_add", 1 + 3 * g[0].numel_ / like.numel_)], [index]
     )
-
-
-@rule("index_add_")
-def index_add_(x: ShapeTensor, dim: int, index: ShapeTensor, added: ShapeTensor) -> ShapeTensor:
-    """Adds to some slices of x, in place."""
-    _require_no_graph("index_add_", (x, added))
-    if not added.is_small:
-        added.tape.record_op(work.STREAM, (added.numel_,), added.dtype, 3)
-    return x
 
 
 @rule(F.embedding)

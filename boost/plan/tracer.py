@@ -114,19 +114,15 @@ class Tracer:
         for part in module.modules():
             if isinstance(part, FusedModule):
                 for name, slices in part.slices.items():
-                    if slices[0].parameter.is_index:
-                        shape, role = (
-                            (sum(param_slice.rows for param_slice in slices),),
-                            short_role(slices[0].parameter.role),
-                        )
-                        index = leaf(self.tape, shape, torch.int64, self.device, role, None)
-                        part._buffers[name] = cast(Tensor, index.without_graph())
-                        continue
-                    shape = tuple(part._parameters[name].shape)  # type: ignore[union-attr]
-                    role = slices[0].parameter.role
+                    parameter = slices[0].parameter
+                    held: dict[str, Any] = part._buffers if parameter.is_index else part._parameters
+                    shape, role = tuple(held[name].shape), parameter.role
                     copied = self.copied and spec_of(self.parallel).may_have_copy(role)
                     dtype = self.dtype if copied or (self.gathered and len(shape) > 1) else self.stored
-                    part._parameters[name] = leaf(  # type: ignore[assignment]
+                    if parameter.is_index:
+                        held[name] = leaf(self.tape, shape, torch.int64, self.device, short_role(role)).without_graph()
+                        continue
+                    held[name] = leaf(
                         self.tape, shape, dtype, self.device, short_role(role), self.stored if copied else None
                     )
 

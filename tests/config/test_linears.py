@@ -5,10 +5,20 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import pytest
+import torch
 
-from boost.config.architecture import GroupSpec, Slot, block_parameters, first_alike, groups, is_product, is_usual
+from boost.config.architecture import (
+    GroupSpec,
+    Parameter,
+    Slot,
+    block_parameters,
+    first_alike,
+    groups,
+    is_product,
+    is_usual,
+)
 from boost.config.families import CoLAConfig, DenseConfig, ModelConfig, SVDConfig
-from boost.config.linears import Linear, Map, Size
+from boost.config.linears import Linear, Map, Select, Size
 from boost.convert.formats import entries, form_of, modeling
 from boost.errors import ConfigError
 from boost.models.init import initial_value
@@ -16,14 +26,20 @@ from tests import toy
 from tests.families import known
 
 A, B, G, W = (Map(name, 4, 0.1) for name in "ABGW")
+I = Select("I", 3, "tests.config.test_linears:same")  # noqa: E741 (the index)
 
 
 @pytest.mark.parametrize(
-    "maps", [{}, {"inner": (A,)}, {"outer": (B,)}, {"inner": (A,), "outer": (B, G)}, {"outer": (B,), "weight": (W,)}]
+    "maps", [{}, {"inner": (A,)}, {"outer": (B,)}, {"select": (I,), "weight": (W,)}, {"outer": (B,), "weight": (W,)}]
 )
 def test_other_maps_are_refused(maps: dict[str, tuple[Map, ...]]) -> None:
-    with pytest.raises(ConfigError, match="is not supported; it has inner maps and one outer map, or one weight"):
+    with pytest.raises(ConfigError, match="is not supported; it has inner and outer maps, or one weight"):
         Linear(**maps)
+
+
+def test_an_index_is_not_drawn() -> None:
+    with pytest.raises(ConfigError, match="I selects inputs, so its initial values come from a function"):
+        Linear((A,), (B,), select=(Select("I", 4, 0.1),))
 
 
 @pytest.mark.parametrize("inner", [(A, A), (A, Map("gate.A", 4, 0.1))])
@@ -36,17 +52,21 @@ def test_linears_that_share_an_input_have_equally_many_inner_maps() -> None:
     pair, gated = Linear((A,), (B,)), Linear((A, G), (B,))
     slots = Slot("attn.q", 8, 8, pair), Slot("attn.k", 8, 8, gated)
     with pytest.raises(
-        ConfigError, match=r"attn\.q, attn\.k share an input, so they must have equally many inner maps"
+        ConfigError,
+        match=r"attn\.q, attn\.k share an input, so they must have equally many inner maps, outer maps and selects",
     ):
         GroupSpec("qkv", "enter", slots)
 
 
 def test_maps_of_a_group_stand_map_by_map() -> None:
-    gated = Linear((A, G), (B,))
+    gated = Linear((A, G), (B,), select=(I,))
     group = GroupSpec("gate_up", "enter", (Slot("mlp.gate", 8, 6, gated), Slot("mlp.up", 8, 6, gated)))
+    assert [(p.name, p.shape, p.role) for p in group.maps("x", "select")] == [
+        (f"x.mlp.{slot}.I", (3,), "select.enter") for slot in ("gate", "up")
+    ]
     assert [p.name for p in group.maps("x", "inner")] == ["x.mlp.gate.A", "x.mlp.up.A", "x.mlp.gate.G", "x.mlp.up.G"]
     assert [p.shape for p in group.maps("x", "outer")] == [(6, 4), (6, 4)]
-    assert group.down_widths == (8, 8) and group.up_widths == (4, 4)
+    assert group.down_widths == (11, 11) and group.up_widths == (4, 4)
 
 
 def test_blocks_are_alike_by_their_linears() -> None:
@@ -118,14 +138,31 @@ class Partly(SVDConfig):
         return Linear(usual.inner, (replace(usual.outer[0], name="Up"),)) if size.name.startswith("attn") else usual
 
 
-for _family in ("wide", "mixed", "whole", "bent", "partly"):
+def same(parameter: Parameter, model: ModelConfig, seed: int) -> torch.Tensor:
+    """The first input, again and again."""
+    return torch.zeros(parameter.shape, dtype=torch.int64)
+
+
+class Greedy(CoLAConfig):
+    """Selects more inputs than attention has."""
+
+    family: Literal["greedy"] = "greedy"  # type: ignore[assignment]
+    channels: int = 33
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        index = Select("index", self.channels, f"{__name__}:same")
+        pair = super().linear(layer, size)
+        return replace(pair, outer=(*pair.outer, Map("S", self.channels, 0.1)), select=(index,))
+
+
+for _family in ("wide", "mixed", "whole", "bent", "partly", "greedy"):
     ModelConfig.choices.pop(_family)
 
 
 @pytest.fixture
 def own() -> Iterator[None]:
     with known.registered():
-        for family in (Wide, Mixed, Whole, Bent, Partly):
+        for family in (Wide, Mixed, Whole, Bent, Partly, Greedy):
             ModelConfig.choices[family.model_fields["family"].default] = family
         yield
 
@@ -134,6 +171,7 @@ def own() -> Iterator[None]:
     ("family", "layout", "error"),
     [
         ("wide", "vanilla", r"parallel.tp = 2 must divide mlp\.up\.A = 9 and mlp\.up\.B = 9"),
+        ("greedy", "btp", r"attn\.q\.index of model\.family = 'greedy' selects 33 inputs; at most 32 are valid"),
         ("mixed", "btp", r"attn\.q of model\.family = 'mixed': whole weights cannot be mixed with factors"),
         ("whole", "megatron", "has whole weights, so its math = 'gated_bottleneck:Gated' has no effect"),
     ],
@@ -143,6 +181,13 @@ def test_what_a_layout_or_a_block_cannot_hold_is_refused(family: str, layout: st
     rank = {} if family == "whole" else {"rank": 8}
     with pytest.raises(ConfigError, match=error):
         toy.toy_config(model={"family": family, **rank}, parallel={"layout": layout, "tp": 2})
+
+
+@pytest.mark.usefixtures("own")
+def test_an_index_has_distinct_inputs() -> None:
+    config = toy.toy_config(model={"family": "greedy", "channels": 4})
+    with pytest.raises(ConfigError, match=r"attn\.q\.index .* 0 to 31; it is torch\.int64, 1 of 4 are distinct"):
+        toy.toy_decoder(config)
 
 
 @pytest.mark.usefixtures("own")

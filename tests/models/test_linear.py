@@ -1,5 +1,7 @@
 """act and B as one node: matches plain operations and saves only latents."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,15 +11,16 @@ from boost.models.kernels import UpProject, scaled
 from boost.models.latents import ACTS
 
 
-def up_project(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor]) -> list[Tensor]:
-    return list(UpProject.apply(u_TR, c_T1, ACTS["silu" if silu else "none"], None, len(weights), *weights))
+def up_project(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor], slots: int = 2) -> list[Tensor]:
+    return list(UpProject.apply(u_TR, c_T1, ACTS["silu" if silu else "none"], None, slots, *weights))
 
 
-def plain(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor]) -> list[Tensor]:
+def plain(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor], slots: int = 2) -> list[Tensor]:
     z_TR = u_TR if c_T1 is None else (u_TR * c_T1).to(u_TR.dtype)
     h_TR = F.silu(z_TR) if silu else z_TR
     parts = h_TR.split([b.shape[1] for b in weights], dim=-1)
-    return [F.linear(h, b.to(h.dtype)) for h, b in zip(parts, weights, strict=True)]
+    products = [F.linear(h, b.to(h.dtype)) for h, b in zip(parts, weights, strict=True)]
+    return [functools.reduce(torch.add, products[slot::slots]) for slot in range(slots)]
 
 
 def operands(
@@ -27,19 +30,19 @@ def operands(
     stored = torch.float32 if dtype == torch.bfloat16 else dtype
     u = torch.randn(5, sum(ranks), generator=generator).to(dtype).requires_grad_()
     c = torch.rand(5, 1, generator=generator).to(stored)
-    weights = [torch.randn(4 + r, r, generator=generator).to(stored).requires_grad_() for r in ranks]
+    weights = [torch.randn(4 + i % 2, r, generator=generator).to(stored).requires_grad_() for i, r in enumerate(ranks)]
     return u, c, weights
 
 
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("is_scaled", [True, False])
-@pytest.mark.parametrize("ranks", [(3, 2), (4,)])
+@pytest.mark.parametrize("ranks", [(3, 2), (4,), (3, 2, 1, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_it_is_the_plain_function(dtype: torch.dtype, ranks: tuple[int, ...], is_scaled: bool, silu: bool) -> None:
     u, c, weights = operands(dtype, ranks)
     results = []
     for function in (up_project, plain):
-        ys = function(u, c if is_scaled else None, silu, weights)
+        ys = function(u, c if is_scaled else None, silu, weights, min(len(ranks), 2))
         grads = torch.autograd.grad([y.sin().sum() for y in ys], [u, *weights])
         results.append([*ys, *grads])
     limit = 1e-12 if dtype == torch.float64 else 2**-6
