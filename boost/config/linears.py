@@ -5,7 +5,7 @@ Layouts, storage, initialization, the planner and optimizers know parameters by 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from boost.errors import ConfigError
 
@@ -38,16 +38,43 @@ class Map:
 
 
 @dataclass(frozen=True)
+class Extra:
+    """A parameter of a linear beside its maps, which `Math.mix` and `Math.normalize` read. `shape`: of the whole parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    initial: Initial
+    is_whole: bool = False
+    """Whether every process needs all of it. False: a process that has some elements of each latent has as many of its rows."""
+    is_joined: bool = False
+    """Whether the linears that share an input store it as one tensor, which mathematics reads at once."""
+    multiplied: int = 0
+    """Multiplications with its elements per token, for FLOPs."""
+
+
+@dataclass(frozen=True)
 class Linear:
     """y = W x (`weight`), or y = B h (`outer`) with h = act(u), where u is the results of the `inner` maps side by side. act may
-    change the width, as a gate does from 2 r to r. Raises ConfigError for anything else."""
+    change the width, as a gate does from 2 r to r. Raises ConfigError for anything else.
+
+    If it has `extra` parameters, or the same linear of the previous block `carries` its latents h to this one, act is preceded by
+    the family's `Math.mix` and `Math.normalize`.
+    """
 
     inner: tuple[Map, ...] = ()
     outer: tuple[Map, ...] = ()
     weight: tuple[Map, ...] = ()
+    extra: tuple[Extra, ...] = ()
+    carries: Literal["nothing", "latents"] = "nothing"
+    """What the same linear of the next block gets."""
+    mixes_elements: bool = False
+    """Whether `Math.mix` needs each latent of the previous block whole."""
+    sums: int = 0
+    """Numbers per token that `Math.normalize` needs, summed over the shards of a latent in fp64."""
 
     def __post_init__(self) -> None:
-        names = [part.name for part in (*self.inner, *self.outer, *self.weight)]
+        maps = (*self.inner, *self.outer, *self.weight)
+        names = [part.name for part in maps] + [part.name for part in self.extra]
         if len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
             raise ConfigError(f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G")
         if (bool(self.inner), len(self.outer), len(self.weight)) not in ((True, 1, 0), (False, 0, 1)):
@@ -57,8 +84,9 @@ class Linear:
 
     @property
     def is_pair(self) -> bool:
-        """Whether it has just factors A and B."""
-        return [part.name for part in (*self.inner, *self.outer)] == ["A", "B"]
+        """Whether it has just factors A and B, of one rank."""
+        maps = (*self.inner, *self.outer)
+        return "".join(part.name for part in maps) == "AB" and self.down_width == self.up_width
 
     @property
     def down_width(self) -> int:

@@ -15,11 +15,11 @@ from boost.cli.main import main
 from boost.cli.plan import global_batch
 from boost.cli.plan_report import _wrapped, flags
 from boost.config import load
-from boost.config.families import CoLAConfig
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.config.section import Natural
 from boost.data.store import TokenStore
+from boost.families import CoLAConfig
 from boost.plan.candidates import Request
 from boost.plan.search import max_peak, tie_limit
 from tests.cli.commands import Capture, done, refused, say

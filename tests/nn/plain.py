@@ -85,7 +85,7 @@ class Sublayer(nn.Module):
             if "qk_norm" in fields and group == "qkv":
                 self.q_norm, self.k_norm = nn.RMSNorm(4, eps=1e-6), nn.RMSNorm(4, eps=1e-6)
             if self.lax and layer:
-                self.add_module(f"{group}_gate", Gate(slots, fields["rank"]))
+                self.add_module(f"{group}_mixer", Gate(slots, fields["rank"]))
 
     def project(self, x: Tensor, group: str, slots: str, prev: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
         linears: list[Any] = [self.get_submodule(f"{slot}_proj") for slot in slots.split()]
@@ -93,7 +93,7 @@ class Sublayer(nn.Module):
             return [linear(x) for linear in linears], None
         u = torch.cat([linear.A(x) for linear in linears], -1).flatten(0, 1)
         if prev is not None:
-            (u,) = self.get_submodule(f"{group}_gate")(u, prev)
+            (u,) = self.get_submodule(f"{group}_mixer")(u, prev)
         h = linears[0].act(u)
         parts = h.unflatten(0, (x.shape[0], -1)).chunk(len(linears), -1)
         return [linear.B(part) for linear, part in zip(linears, parts, strict=True)], h

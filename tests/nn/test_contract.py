@@ -61,7 +61,7 @@ def marks(family: str, name: str) -> Any:
 def test_one_process(family: str, name: str) -> None:
     model = WAYS[family][name](make(family))
     if family.startswith("lax") and name in REFUSED_BY_LAX:
-        with pytest.raises(ConfigError, match=r"_proj .*, but other blocks use its latents"):
+        with pytest.raises(ConfigError, match=r"_proj .*, but its block computes with its latents"):
             five_steps(model)
     else:
         assert error(five_steps(model), family, name) <= 1e-9
