@@ -118,7 +118,7 @@ A_FEW += [
     "LayerNorm",
     "max_norm",
 ]
-A_FEW += ["checkpoint_wrapper layers.0.mlp", "bias lm_head", "forward norm", "backward pre embedding", "LoRA"]
+A_FEW += ["checkpoint_wrapper layers.0.mlp", "bias lm_head", "forward norm", "backward pre embedding"]
 A_FEW += [f"{change} {ways.Q}.A" for change in ("forward", "backward", "bias", "subclass", "parametrize")]
 
 

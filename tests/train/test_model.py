@@ -47,7 +47,7 @@ def test_compiled_blocks_train_and_evaluate_alike(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["cola", "dense"])
+@pytest.mark.parametrize("family", ["cola", pytest.param("dense", marks=pytest.mark.nightly)])
 def test_compiled_blocks_keep_no_more_than_eager_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the partitioner that GPUs use too."""
     compile = functools.partialmethod(TransformerBlock.compile, backend="aot_eager_decomp_partition")
