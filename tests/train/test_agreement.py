@@ -344,7 +344,7 @@ def resume_and_stop(config: Config, steps: int, *fault: Any) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resumes", [10, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("resumes", [6, pytest.param(200, marks=pytest.mark.nightly)])
 def test_soak(store: Path, tmp_path: Path, resumes: int) -> None:
     """Resumes on changing meshes, each with a random read error on one process, end with the losses of one process that was
     not interrupted."""
