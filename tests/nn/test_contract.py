@@ -25,7 +25,7 @@ from tests.nn.plain import FAMILIES, SIZES, make, plain, three_steps
 WAYS = {family: ways.ways(family) for family in FAMILIES}
 UNUSUAL = {
     "dense": ("LoRA", "DoRA", "q_proj"),
-    "lax": ("gate", "layers.1.attn.q_proj", "backward layers.0"),
+    "lax": ("gate", f"{ways.Q}.A", f"forward {ways.Q}", f"subclass {ways.Q}", "activation", "backward layers.0"),
     "dense-heads": ("forward layers.1.attn.q_", "no bias", "LoRA on"),
     "cola-heads": ("forward ", "no bias", "LoRA on"),
     "lax-heads": ("backward layers.1.attn.q_norm", "no bias", "LoRA on"),
