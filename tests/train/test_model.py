@@ -33,7 +33,7 @@ def losses_and_evaluation(config: Config) -> tuple[list[float], float]:
 def test_compiled_blocks_train_and_evaluate_alike(
     store: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same graphs of the same blocks. Compiling them, and what is around them, to kernels takes a minute and is tested nightly."""
+    """The same graphs of the same blocks. Compiling these and the kernels around them takes a minute and is tested nightly."""
     if backend == "aot_eager":
         monkeypatch.setattr(kernels, "use", lambda _: None)
     monkeypatch.setattr(TransformerBlock, "compile", functools.partialmethod(TransformerBlock.compile, backend=backend))
