@@ -103,7 +103,7 @@ def copied(source: Path, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("pp 2", 6), *(pytest.param(name, 1, marks=pytest.mark.nightly) for name in MESHES)],
+    [("pp 2", 8), *(pytest.param(name, 1, marks=pytest.mark.nightly) for name in MESHES)],
 )
 def test_a_read_that_fails_on_one_process_never_splits_a_run(
     store: Path, tmp_path: Path, runs: Any, name: str, every: int
