@@ -1,9 +1,11 @@
-"""A decoder of every family in plain PyTorch, whose every module is called, and models that are trained five steps.
+"""A decoder of every family in plain PyTorch, whose every module is called, and models that are trained three steps.
 
 Its modules and parameters have the names of `boost.nn.Decoder`'s, whose weights it takes, so that the same change can be made to
 both: a hook, an adapter, another module.
 """
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +166,16 @@ class Plain(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
+@functools.cache
+def _built(family: str) -> Plain:
+    return Plain(family)
+
+
+def plain(family: str) -> Plain:
+    """A new `Plain` (building one takes longer than to train it)."""
+    return copy.deepcopy(_built(family))
+
+
 def batch() -> tuple[Tensor, Tensor]:
     """(tokens, targets), [4, 16] each, with unequal numbers of targets per sequence."""
     tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1))
@@ -180,14 +192,14 @@ def summed(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
-def five_steps(model: nn.Module, loss: Loss = summed, replica: int = 0, replicas: int = 1) -> list[Tensor]:
-    """The loss of each of five steps, then every whole parameter that is trained, as SGD leaves it."""
+def three_steps(model: nn.Module, loss: Loss = summed, replica: int = 0, replicas: int = 1) -> list[Tensor]:
+    """The loss of each of three steps, then every whole parameter that is trained, as SGD leaves it."""
     tokens, targets = (x.chunk(replicas)[replica] for x in batch())
     count = int((batch()[1] != -100).sum())
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.5, foreach=False)  # AdamW would hide factors of a gradient
     made = []
-    for _ in range(5):
+    for _ in range(3):
         total = loss(model, tokens, targets) / count
         (total * replicas).backward()
         made.append(total.detach().clone())
