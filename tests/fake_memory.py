@@ -68,7 +68,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
         assert parameter.grad is not None
         tracker.watch(parameter.grad, GRADIENTS)
 
-    hooks = [s.tensor.register_post_accumulate_grad_hook(accumulated) for s in params]
+    hooks = [s.tensor.register_post_accumulate_grad_hook(accumulated) for s in params if s.tensor.requires_grad]
     copies = WorkingCopies(decoder, config, accumulated)
     usual = decoder._loss
 

@@ -84,7 +84,7 @@ def traits_of(parameters: Mapping[str, nn.Parameter]) -> Traits:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in parameters.items():
         names.setdefault(parameter, []).append(name)
-    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    frozen = [name for name, weight in parameters.items() if not weight.requires_grad and weight.is_floating_point()]
     return {"frozen": frozen, "tied": [tied for tied in names.values() if len(tied) > 1]}
 
 

@@ -29,7 +29,7 @@ class Parameter:
     role: str
     """embed | head | tied (both) | norm | final_norm | {enter,leave}.{inner,outer,weight} | q.{outer,weight} and kv.{outer,weight}
     (outputs are heads) | o.{inner,weight} (inputs are heads) | bias.{q,kv,o} | qk_norm | latent.rows and latent.whole (extra
-    parameters of linears; latent.rows may be sharded along the rank)"""
+    parameters of linears; latent.rows may be sharded along the rank) | select.{enter,leave,o} (not trained)"""
     initial: Initial | None = None
     """Initial values; None: those of its role."""
 
@@ -37,6 +37,11 @@ class Parameter:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it is an int64 index (`Select`), which is not trained, and not a weight."""
+        return self.role.startswith("select.")
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class Slot:
         return self.name.partition(".")[2]
 
 
-MapKind = Literal["inner", "outer", "weight"]
-"""From a linear's input to latents, from latents to its output, or both at once."""
+MapKind = Literal["inner", "outer", "weight", "select"]
+"""From a linear's input to latents, from latents to its output, or both at once; or an index of its inputs."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +76,12 @@ class GroupSpec:
     slots: tuple[Slot, ...]
 
     def __post_init__(self) -> None:
-        each = [slot.linear for slot in self.slots]
-        kinds = {(len(x.inner), x.carries, x.mixes_elements, x.sums, *(e.name for e in x.extra)) for x in each}
+        kinds = {slot.linear.alike for slot in self.slots}
         if len(kinds) > 1:
-            names, same = (
-                ", ".join(slot.name for slot in self.slots),
-                "equally many inner maps and the same extra parameters",
+            names = ", ".join(slot.name for slot in self.slots)
+            raise ConfigError(
+                f"{names} share an input, so they must have equally many maps and the same extra parameters"
             )
-            raise ConfigError(f"{names} share an input, so they must have {same}")
 
     @property
     def down_widths(self) -> tuple[int, ...]:
@@ -96,9 +99,12 @@ class GroupSpec:
         result = []
         for part in zip(*(getattr(slot.linear, kind) for slot in self.slots), strict=True):
             for slot, own in zip(self.slots, part, strict=True):
-                shape = (slot.d_out, own.width) if kind == "outer" else (own.width, slot.d_in)
+                shape: tuple[int, ...] = (slot.d_out, own.width) if kind == "outer" else (own.width, slot.d_in)
                 side = _AT_HEADS.get((slot.name, kind), self.side)
-                result.append(Parameter(f"{prefix}.{slot.name}.{own.name}", shape, f"{side}.{kind}", own.initial))
+                role = f"{side}.{kind}"
+                if kind == "select":
+                    shape, role = shape[:1], f"select.{side}"
+                result.append(Parameter(f"{prefix}.{slot.name}.{own.name}", shape, role, own.initial))
         return tuple(result)
 
     @property
@@ -127,13 +133,13 @@ _LATENT = ("latent.rows", "latent.whole")
 _AT_HEADS: dict[tuple[str, str], str] = {
     **{("attn.q", kind): "q" for kind in ("outer", "weight")},
     **{(f"attn.{name}", kind): "kv" for name in "kv" for kind in ("outer", "weight")},
-    **{("attn.o", kind): "o" for kind in ("inner", "weight")},
+    **{("attn.o", kind): "o" for kind in ("inner", "weight", "select")},
 }
 """Roles of weights whose rows or columns are heads, by (slot, kind)."""
 
 
 def map_kinds(model: ModelConfig) -> tuple[MapKind, ...]:
-    """The kinds of maps in a model's linears, in forward order."""
+    """The kinds of maps with weights in a model's linears, in forward order."""
     return ("inner", "outer") if model.low_rank else ("weight",)
 
 
@@ -148,6 +154,10 @@ def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupS
         linear = model.linear(layer, Size(name, d_in, d_out))
         if bool(linear.inner) != model.low_rank:
             raise ConfigError(f"{name} of model.family = '{model.family}': whole weights cannot be mixed with factors")
+        if wide := next((part for part in linear.select if part.width > d_in), None):
+            raise ConfigError(
+                f"{name}.{wide.name} of model.family = '{model.family}' selects {wide.width} inputs; at most {d_in} are valid"
+            )
         return Slot(name, d_in, d_out, linear, name in ("attn.k", "attn.v"), bias)
 
     return (
@@ -231,7 +241,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.attn_norm", (model.dim,), "norm")
     yield Parameter(f"{prefix}.mlp_norm", (model.dim,), "norm")
     for group in groups(model, layer):
-        for kind in map_kinds(model):
+        for kind in (*map_kinds(model), "select"):
             yield from group.maps(prefix, kind)
         yield from attention_parameters(model, group, prefix)
         for stored in group.extras(prefix).values():
@@ -264,7 +274,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Number of parameters, including the embedding and head."""
+    """Number of parameters, including the embedding, the head and indices of selected inputs."""
     return sum(parameter.size for parameter in parameters(model))
 
 

@@ -14,6 +14,9 @@ Initial = float | str | Callable[..., Any]
 tensor, or its `module:name`. It depends on these arguments alone, so that all meshes start from the same weights, and is defined
 once per module: linears are compared by it."""
 
+FACTORS = "AB"
+"""Names of the maps of a linear that just has a bottleneck."""
+
 SPECTRAL = "boost.models.init:spectral"
 """Initial value of A and B: the truncated SVD of the dense linear's own initial weight."""
 
@@ -53,9 +56,16 @@ class Extra:
 
 
 @dataclass(frozen=True)
+class Select(Map):
+    """Inputs of a linear that are used as they are, x[:, index]. `initial`: a function that returns the index, int64 [width],
+    distinct inputs in any order. It is stored as weights are, but not trained."""
+
+
+@dataclass(frozen=True)
 class Linear:
-    """y = W x (`weight`), or y = B h (`outer`) with h = act(u), where u is the results of the `inner` maps side by side. act may
-    change the width, as a gate does from 2 r to r. Raises ConfigError for anything else.
+    """y = W x (`weight`), or y = B h (`outer`) with h = act(u), where u is the results of the `inner` maps side by side, then the
+    selected inputs (`select`). act may change the width, as a gate does from 2 r to r. Several outer maps read h in turn, and their
+    results are added. Raises ConfigError for anything else.
 
     If it has `extra` parameters, or the same linear of the previous block `carries` its latents h to this one, act is preceded by
     the family's `Math.mix` and `Math.normalize`.
@@ -64,6 +74,7 @@ class Linear:
     inner: tuple[Map, ...] = ()
     outer: tuple[Map, ...] = ()
     weight: tuple[Map, ...] = ()
+    select: tuple[Select, ...] = ()
     extra: tuple[Extra, ...] = ()
     carries: Literal["nothing", "latents"] = "nothing"
     """What the same linear of the next block gets."""
@@ -73,25 +84,36 @@ class Linear:
     """Numbers per token that `Math.normalize` needs, summed over the shards of a latent in fp64."""
 
     def __post_init__(self) -> None:
-        maps = (*self.inner, *self.outer, *self.weight)
+        maps = (*self.inner, *self.outer, *self.weight, *self.select)
         names = [part.name for part in maps] + [part.name for part in self.extra]
         if len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
             raise ConfigError(f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G")
-        if (bool(self.inner), len(self.outer), len(self.weight)) not in ((True, 1, 0), (False, 0, 1)):
+        kinds = bool(self.inner), bool(self.outer), len(self.weight), bool(self.weight and self.select)
+        if kinds not in ((True, True, 0, False), (False, False, 1, False)):
             raise ConfigError(
-                f"a linear of maps {', '.join(names)} is not supported; it has inner maps and one outer map, or one weight"
+                f"a linear of maps {', '.join(names)} is not supported; it has inner and outer maps, or one weight"
+            )
+        if drawn := next((part.name for part in self.select if isinstance(part.initial, float)), None):
+            raise ConfigError(
+                f"{drawn} selects inputs, so its initial values come from a function, not from a normal draw"
             )
 
     @property
     def is_pair(self) -> bool:
         """Whether it has just factors A and B, of one rank."""
-        maps = (*self.inner, *self.outer)
-        return "".join(part.name for part in maps) == "AB" and self.down_width == self.up_width
+        maps = (*self.inner, *self.outer, *self.select)
+        return "".join(part.name for part in maps) == FACTORS and self.down_width == self.up_width
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What linears that share an input have in common."""
+        numbers = len(self.inner), len(self.outer), len(self.select)
+        return *numbers, self.carries, self.mixes_elements, self.sums, *(extra.name for extra in self.extra)
 
     @property
     def down_width(self) -> int:
         """Width of u."""
-        return sum(part.width for part in self.inner)
+        return sum(part.width for part in (*self.inner, *self.select))
 
     @property
     def up_width(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from boost.config import layouts  # names are looked up when used: the layouts' specifications import this package
 from boost.config.architecture import block_parameters, linears
-from boost.config.linears import SPECTRAL
+from boost.config.linears import FACTORS, SPECTRAL
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import nearest
 from boost.errors import ConfigError
@@ -61,7 +61,8 @@ def _model_problems(config: Config) -> Iterator[str]:
         )
     for slot in linears(model):
         maps = (*slot.linear.inner, *slot.linear.outer)
-        if not slot.linear.is_pair and any(part.initial == SPECTRAL for part in maps):
+        drawn = [(part.name, part.width) for part in maps if part.initial == SPECTRAL]
+        if drawn and drawn != [(name, drawn[0][1]) for name in FACTORS]:
             names = ", ".join(f"{part.name} ({part.width})" for part in maps)
             yield (
                 f"model.factor_init = 'spectral' defines A and B of one rank, but {slot.name} of model.family = '{model.family}' "

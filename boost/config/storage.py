@@ -12,10 +12,13 @@ from boost.config.schema import ModelConfig, ParallelConfig
 def fused_weights(
     model: ModelConfig, group: GroupSpec, prefix: str, placement: Callable[[str], object]
 ) -> Iterator[tuple[Parameter, ...]]:
-    """A group's weights as they are stored, one tuple per tensor: the inner maps of all slots, then each outer map. Dense weights
-    are one tensor, or two if key and value are placed differently from query. `placement`: of parameters with this role."""
+    """A group's weights as they are stored, one tuple per tensor: the inner maps of all slots, the indices of all slots, then each
+    outer map. Dense weights are one tensor, or two if key and value are placed differently from query. `placement`: of parameters
+    with this role."""
     if model.low_rank:
         yield group.maps(prefix, "inner")
+        if selects := group.maps(prefix, "select"):
+            yield selects
         yield from ((outer,) for outer in group.maps(prefix, "outer"))
         return
     for _, alike in itertools.groupby(group.maps(prefix, "weight"), lambda weight: placement(weight.role)):

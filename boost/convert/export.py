@@ -66,7 +66,8 @@ def export(
             tensor = parts[0].T if entry.transposed else parts[0]
             if len(parts) == 2:  # A and B; multiplied in fp64, so that a merged model is exact in fp32
                 tensor = parts[1].double() @ parts[0].double()
-            converted = tensor.to(target or reader.dtype(entry.parameters[0].name))
+            kept = entry.parameters[0].is_index or target is None
+            converted = tensor.to(reader.dtype(entry.parameters[0].name) if kept else target)
             if converted.dtype == torch.float16 and converted.isinf().any():
                 raise ConfigError(
                     f"--dtype = float16 overflows in '{entry.name}' (float16 maximum: 65504); choose bfloat16"

@@ -28,6 +28,7 @@ from boost.convert.vocabulary import (
 from boost.data.tokenizer import parse_tokenizer
 from boost.errors import ConfigError
 from boost.files import new_folder, require_free
+from boost.models.init import require_index
 from boost.text import JsonObject
 from boost.train.checkpoint import (
     HUB,
@@ -79,7 +80,7 @@ class FolderWeights:
         self.model = folder.model if tied and not untie else apart
         self._head = "embed" if tied else "head"
         self.untied = apart.vocab_size * apart.dim if tied and untie else 0
-        names = {entry.name for entry in self._entries.values()}
+        names = {entry.name for entry in self._entries.values() if not entry.parameters[0].is_index}
         self.dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
         self.hub = {BOS: folder.bos, **read_generation_settings(path)}
@@ -211,7 +212,11 @@ def _convert(
                 for name, factor in factorizer.factor(parameter, weights.read(parameter), target):
                     writer.add(f"{PREFIX}{name}", factor)
             else:
-                value = weights.read(parameter).to(target)
+                value = weights.read(parameter)
+                if parameter.is_index:
+                    require_index(value, parameter, weights.model)
+                else:
+                    value = value.to(target)
                 # isfinite would hold copies of the tensor. NaN propagates to both ends.
                 if not all(end.isfinite() for end in torch.aminmax(value)):
                     broken[parameter.name] = value.numel() - int(value.isfinite().count_nonzero())

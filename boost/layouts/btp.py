@@ -27,9 +27,11 @@ from boost.models.kernels import (
     Node,
     inverse_rms,
     lookup,
+    own_columns,
     row_product,
     row_sum_of_squares,
     scale,
+    select,
     sum_of_squares,
 )
 from boost.parallel import collectives
@@ -62,11 +64,12 @@ class BTP(BaseLayout):
             return
         axis, width, eps = self.axis, self.model.dim, self.model.norm_eps
         if self.grouping:
-            started = StartSum.apply(flow.x, group.inner, gamma, axis, width, eps)
+            started = StartSum.apply(flow.x, group.inner, gamma, axis, width, eps, group.index)
             yield
             u_TR, s_T = WaitForSum.apply(*started, axis, group.is_one_node)
         else:  # the statistic is sent with every slot
-            each = [StartSum.apply(flow.x, a_RD, gamma, axis, width, eps) for a_RD in group.inner_by_slot(group.inner)]
+            slots = zip(group.inner_by_slot(group.inner), group.index_by_slot(), strict=True)
+            each = [StartSum.apply(flow.x, a_RD, gamma, axis, width, eps, index) for a_RD, index in slots]
             yield
             sums = [WaitForSum.apply(*started, axis, group.is_one_node) for started in each]
             u_TR, s_T = tuple(u_Tr for u_Tr, _ in sums), sums[0][1]
@@ -124,6 +127,8 @@ class StartSum(torch.autograd.Function):
     c = (s/d + eps)^(-1/2), from the complete sums u, s and du. ds needs no communication, and is exact for any function of c u.
     wgrad: dA = (du^T x) gamma, dgamma = sum over R of (du^T x) A.
 
+    With `index` [K], selected inputs (gamma x)[:, index] follow u in the same payload, so the result is [T, R + K].
+
     gamma scales the columns of A instead of x, and the backward pass recomputes A gamma, so x is the only activation saved. u is
     returned only for the autograd graph: its gradient must have the shape of u, not that of the payload. `width`, `eps`: as in
     `inverse_rms`. The caller must multiply the summed u by the inverse RMS c, and must not use it in any other way.
@@ -131,42 +136,68 @@ class StartSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Node, x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, axis: Axis, width: int, eps: float
+        ctx: Node,
+        x_TD: Tensor,
+        a_RD: Tensor,
+        gamma_D: Tensor,
+        axis: Axis,
+        width: int,
+        eps: float,
+        index_K: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         weight_DR = (a_RD * gamma_D).to(x_TD.dtype).t()
         s_T = row_sum_of_squares(x_TD)
         statistic = s_T if s_T.dtype == x_TD.dtype else _in_slots(s_T, x_TD.dtype, axis)
         if torch.compiler.is_compiling():  # compiled code writes the parts of a cat in place
             u_TR = x_TD @ weight_DR
+            if index_K is not None:
+                u_TR = torch.cat((u_TR, select(x_TD, index_K, axis.rank * x_TD.shape[1], gamma_D)), dim=-1)
             payload = torch.cat((u_TR.reshape(-1), statistic))
         else:
-            tokens, latents = x_TD.shape[0], weight_DR.shape[1]
+            tokens, latents = x_TD.shape[0], weight_DR.shape[1] + (0 if index_K is None else index_K.shape[0])
             payload = x_TD.new_empty(tokens * latents + statistic.numel())
             u, rest = payload.split((tokens * latents, statistic.numel()))
             rest.copy_(statistic)
-            u_TR = torch.mm(x_TD, weight_DR, out=u.view(tokens, latents))
+            u_TR = u.view(tokens, latents)
+            if index_K is None:
+                torch.mm(x_TD, weight_DR, out=u_TR)
+            else:
+                torch.mm(x_TD, weight_DR, out=u_TR[:, : weight_DR.shape[1]])
+                at_K, own_K = own_columns(index_K, axis.rank * x_TD.shape[1], x_TD.shape[1])
+                factor_K = (gamma_D.index_select(0, at_K) * own_K).to(x_TD.dtype)
+                torch.mul(x_TD.index_select(-1, at_K), factor_K, out=u_TR[:, weight_DR.shape[1] :])
         started = start_plain(ALL_REDUCE, payload, axis)
-        ctx.save_for_backward(x_TD, a_RD, gamma_D, started)
+        ctx.save_for_backward(x_TD, a_RD, gamma_D, started, index_K)
         ctx.axis, ctx.width, ctx.eps = axis, width, eps
         ctx.mark_non_differentiable(started)
         return u_TR, started
 
     @staticmethod
     def backward(ctx: Node, du_TR: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        x_TD, a_RD, gamma_D, started = ctx.saved_tensors
+        x_TD, a_RD, gamma_D, started, index_K = ctx.saved_tensors
         du_TR = wait(du_TR)
         dx_TD = da_RD = dgamma_D = None
+        dmade_TR = du_TR
+        if index_K is not None:
+            at_K, own_K = own_columns(index_K, ctx.axis.rank * x_TD.shape[1], x_TD.shape[1])
+            dmade_TR, dselected_TK = du_TR[:, : a_RD.shape[0]], du_TR[:, a_RD.shape[0] :]
         # A pipeline may request input gradients and weight gradients in separate passes.
         if ctx.needs_input_grad[0]:
             u_TR, s_T = _unpacked(started, du_TR, ctx.axis)
             product_T = row_product(u_TR, du_TR, s_T.dtype)
             ds_T = product_T.mul_(inverse_rms(s_T, ctx.width, ctx.eps).squeeze(-1).square_()).mul_(-0.5 / ctx.width)
-            dx_TD = du_TR @ (a_RD * gamma_D).to(x_TD.dtype)
+            dx_TD = dmade_TR @ (a_RD * gamma_D).to(x_TD.dtype)
             dx_TD.addcmul_(x_TD, (2 * ds_T).to(x_TD.dtype).unsqueeze(-1))
+            if index_K is not None:
+                factor_K = (gamma_D.index_select(0, at_K) * own_K).to(x_TD.dtype)
+                dx_TD.index_add_(1, at_K, dselected_TK * factor_K)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            d_RD = (du_TR.t() @ x_TD).to(a_RD.dtype)
+            d_RD = (dmade_TR.t() @ x_TD).to(a_RD.dtype)
             da_RD, dgamma_D = d_RD * gamma_D, (d_RD * a_RD).sum(0)
-        return dx_TD, da_RD, dgamma_D, None, None, None
+            if index_K is not None:
+                sums_K = (dselected_TK * x_TD.index_select(-1, at_K)).sum(0, dtype=dgamma_D.dtype)
+                dgamma_D.index_add_(0, at_K, sums_K * own_K)
+        return dx_TD, da_RD, dgamma_D, None, None, None, None
 
 
 class WaitForSum(torch.autograd.Function):

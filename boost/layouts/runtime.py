@@ -252,5 +252,5 @@ class TokenSharded(Replicated):
     def project(self, h_TR: Any, group: LinearGroup) -> Outputs:
         """B for gathered latents, if possible as one autograd node, which writes the slots' gradients side by side."""
         if self.grouping and group.is_hand_written and torch.is_grad_enabled():
-            return UpProject.apply(h_TR, None, None, None, *group.weights()), ()
+            return UpProject.apply(h_TR, None, None, None, len(group.shape.slots), *group.weights()), ()
         return group.project(h_TR), ()

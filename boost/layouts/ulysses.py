@@ -16,7 +16,7 @@ from boost.config.layouts.ulysses import CrossingSpec
 from boost.layouts.runtime import TokenSharded
 from boost.models.group import LinearGroup, Outputs
 from boost.models.interface import Arrived, Flow
-from boost.models.kernels import linear
+from boost.models.kernels import projected
 from boost.parallel.collectives import features_to_rows, heads_for_each, rows_to_features
 
 
@@ -96,8 +96,8 @@ class BTPCP(Ulysses):
             return super().up(arrived, group)
         if not any(group.as_heads):
             return self.project(arrived[0], group)
-        received = zip(self._split_by_slot(group, arrived), group.weights(), group.as_heads, strict=True)
-        return [x if is_done else linear(x, b) for x, b, is_done in received], ()
+        received = zip(self._split_by_slot(group, arrived), group.outer_by_slot(), group.as_heads, strict=True)
+        return [x if is_done else projected(x, outer) for x, outer, is_done in received], ()
 
     def down(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A for this process's heads, a partial sum; otherwise as under `ulysses`."""
@@ -123,9 +123,9 @@ class BTPCP(Ulysses):
             yield
             flow.arrived = (gathered.wait(),)
             return
-        own = h_TR.split(group.up_widths, dim=-1) if self.grouping else h_TR
-        sent = zip(own, group.weights(), group.as_heads, strict=True)
-        outputs = [linear(x, b) if heads else torch.cat([x] * self.size, dim=-1) for x, b, heads in sent]
+        own = group.by_slot(h_TR.split(group.up_widths, dim=-1), dim=-1) if self.grouping else h_TR
+        sent = zip(own, group.outer_by_slot(), group.as_heads, strict=True)
+        outputs = [projected(x, outer) if heads else torch.cat([x] * self.size, dim=-1) for x, outer, heads in sent]
         yield from self._exchange(flow, outputs, group)
 
 

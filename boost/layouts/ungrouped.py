@@ -9,7 +9,7 @@ from torch import Tensor
 
 from boost.config.layouts.spec import Comm
 from boost.models.group import LinearGroup
-from boost.models.kernels import UpProject, linear, scale
+from boost.models.kernels import UpProject, linear, projected, scale
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 
@@ -22,24 +22,26 @@ class Ungrouped(LinearGroup):
         if not self.low_rank:
             return inputs
         inner = self.inner if gamma_I is None else (self.inner * gamma_I).to(inputs[0].dtype)
-        return tuple(map(linear, inputs, self.inner_by_slot(inner)))
+        slots = zip(inputs, self.inner_by_slot(inner), self.index_by_slot(), strict=True)
+        return tuple(self.with_selected(linear(x_TI, a_rI), x_TI, index, gamma_I) for x_TI, a_rI, index in slots)
 
     def up(self, u: Any, prev_TR: Any = None, scale_T1: Any = None, start_grad_sum: Any = None) -> Any:
         if self.is_one_node and torch.is_grad_enabled():
-            slots = zip(u, self.weights(), strict=True)
-            return [UpProject.apply(u_Tr, scale_T1, self.act, start_grad_sum, b_Or)[0] for u_Tr, b_Or in slots], ()
+            slots = zip(u, self.slot_acts, self.outer_by_slot(), strict=True)
+            return [UpProject.apply(u_Tr, scale_T1, act, start_grad_sum, 1, *b)[0] for u_Tr, act, b in slots], ()
         scaled: Any = u if scale_T1 is None else tuple(scale(u_Tr, scale_T1) for u_Tr in u)
         return super().up(scaled, prev_TR)
 
     def activate(self, u: Any, prev_TR: Tensor | None = None, is_mixed: bool = False) -> Any:
         if not self.mixes and not self.feeds_next:
-            return tuple(u_Tr if self.act is None else self.act.forward(u_Tr) for u_Tr in u), ()
+            slots = zip(u, self.slot_acts, strict=True)
+            return tuple(u_Tr if act is None else act.forward(u_Tr) for u_Tr, act in slots), ()
         # What mixes latents, and the next block, take all slots.
         h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR, is_mixed)
         return tuple(h_TR.split(self.up_widths, dim=-1)), kept
 
     def project(self, h: Any) -> Any:
-        return list(map(linear, h, self.weights()))
+        return list(map(projected, h, self.outer_by_slot()))
 
 
 def start_each(comm: Comm, x: Any, **options: Any) -> InFlight:

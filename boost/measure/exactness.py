@@ -198,9 +198,11 @@ def weights(model: Model) -> ByName:
 
 
 def local_parts(model: Model, whole: ByName) -> ByName:
-    """This process's shards of unsharded tensors."""
+    """This process's shards of unsharded tensors, which may lack indices, as gradients do."""
     shards = (
-        (part, local_slice(part.parameter, model.layout, whole[part.parameter.name])) for _, part in _slices(model)
+        (part, local_slice(part.parameter, model.layout, whole[part.parameter.name]))
+        for _, part in _slices(model)
+        if not part.parameter.is_index or part.parameter.name in whole
     )
     return {part.parameter.name: shard.narrow(0, part.offset, part.rows) for part, shard in shards}
 

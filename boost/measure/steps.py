@@ -128,7 +128,7 @@ def look_at(stepper: Stepper) -> ObservedStep:
     hooks = [
         s.parameter.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS))
         for s in stepper.fused_params
-        if s.shard is None
+        if s.shard is None and s.parameter.requires_grad
     ]
     # torch >= 2.13 refuses to compile whole blocks under such modes, which would see nothing inside them.
     with torch.compiler.set_stance("force_eager"), tracker, counter:

@@ -83,7 +83,7 @@ class FusedParam:
     """One `nn.Parameter` of a model and the mathematical parameters stacked in it."""
 
     parameter: nn.Parameter
-    """The parameter as registered on the module; autograd accumulates its gradient here."""
+    """The parameter as registered on the module; autograd accumulates its gradient here. An index is a buffer."""
     slices: tuple[ParamSlice, ...]
     placement: Placement
     shard: ParamShard | None = None
@@ -119,7 +119,8 @@ class FusedModule(nn.Module):
         """Number of child modules that precede each fused parameter."""
 
     def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Sharding) -> None:
-        """Registers an uninitialized `attribute` that stacks parameters along dim 0. They must share one placement."""
+        """Registers an uninitialized `attribute` that stacks parameters along dim 0. They must share one placement. Indices are a
+        buffer, because optimizers, FSDP and `requires_grad_` take a module's parameters for weights."""
         placement = layout.placement(parameters[0].role)
         assert all(layout.placement(parameter.role) == placement for parameter in parameters), (
             "the parameters of a fused parameter must share one placement"
@@ -129,7 +130,10 @@ class FusedModule(nn.Module):
         for parameter, shape in zip(parameters, shapes, strict=True):
             slices.append(ParamSlice(parameter, start, shape[0]))
             start += shape[0]
-        self.register_parameter(attribute, nn.Parameter(torch.empty(start, *shapes[0][1:])))
+        if parameters[0].is_index:
+            self.register_buffer(attribute, torch.empty(start, dtype=torch.int64))
+        else:
+            self.register_parameter(attribute, nn.Parameter(torch.empty(start, *shapes[0][1:])))
         self.slices[attribute], self.placements[attribute] = tuple(slices), placement
         self._child_index[attribute] = len(self._modules)
 
@@ -145,7 +149,8 @@ class FusedModule(nn.Module):
         for attribute, slices in self.slices.items():
             if self._child_index[attribute] == child:
                 shard = self.shards.get(attribute)
-                yield FusedParam(self.get_parameter(attribute), slices, self.placements[attribute], shard)
+                owner, _, name = attribute.rpartition(".")
+                yield FusedParam(getattr(self.get_submodule(owner), name), slices, self.placements[attribute], shard)
 
 
 def fused_params(model: nn.Module) -> Iterator[FusedParam]:

@@ -3,18 +3,20 @@
 Legend: T tokens; I input width, O output width and R latent width of a group, all local to this process.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from boost.config import architecture
+from boost.config.layouts import local_shape
 from boost.config.schema import ModelConfig
 from boost.config.storage import fused_weights
 from boost.models.attention import Heads, own_head
 from boost.models.fused import FusedModule, Sharding
-from boost.models.kernels import StartCollective, UpProject, linear, scale
-from boost.models.latents import Mixer, math_of
+from boost.models.kernels import StartCollective, UpProject, linear, scale, select, sum_of_products
+from boost.models.latents import Mixer, act_of, math_of
 from boost.models.recompute import RecomputePolicy, call
 
 Latents = tuple[Tensor, ...]
@@ -27,28 +29,40 @@ class LinearGroup:
     """Linears that share one input, with the layout's shards of their weights: `down` makes one tensor of latents u for all of
     them, `up` an output for each. Subclasses store the weights.
 
-    Low-rank linears: u = A x, all slots side by side; y = B act(u). What is between A and B is the family's (`model.math`).
+    Low-rank linears: u = A x, all slots side by side, then selected inputs; y = B act(u). What is between A and B is the family's
+    (`model.math`).
     """
 
     inner: Tensor
     """Inner maps of all slots, [U, I]; or W of a dense linear that projects back to the residual stream."""
+    index: Tensor | None
+    """Selected inputs of all slots, int64, as numbered over all processes."""
     heads: Heads
     """For q, k, v: what turns their products into heads."""
     bias: Tensor
     """For o, if it `adds_bias`."""
     mixer: Mixer | None
     """What comes before act, if the family `mixes` something into the latents."""
-    down_widths: list[int]
-    """Local width of each inner map's result."""
     up_widths: list[int]
-    """Local width of what B of each slot reads."""
+    """Local width of what each outer map reads."""
 
     def __init__(
         self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Sharding, policy: RecomputePolicy
     ) -> None:
         model.require_implemented()
-        self.shape, self.low_rank, self.math = shape, model.low_rank, math_of(model)
-        self.act = self.math.act
+        self.shape, self.low_rank, slots = shape, model.low_rank, len(shape.slots)
+        self.math = math_of(model)
+        inner, selects = shape.maps("", "inner"), shape.maps("", "select")
+        placed = [(part, layout.placement(part.role)) for part in (*inner, *selects)]
+        self.down_widths = [local_shape(part, placement, layout.size)[0] for part, placement in placed]
+        """Local width of each inner map's result, then of the selected inputs of each slot."""
+        self.inner_widths = self.down_widths[: len(inner)]
+        of_slot = [tuple(self.down_widths[slot::slots]) for slot in range(slots)]
+        self.slot_acts = [act_of(model, widths) for widths in of_slot]
+        """The activation of each slot by itself."""
+        self.act = act_of(model, tuple(map(sum, zip(*of_slot, strict=True))))
+        self.input_shard = layout.rank if placed and placed[0][1].dim == 1 else None
+        """Which shard of the inputs this process has; None: all of them."""
         self.as_heads = [layout.crosses_as_heads(slot) for slot in shape.slots]
         """For each slot, whether this process computes all heads of its tokens, which are then exchanged."""
         taken = architecture.taken(model, layer)
@@ -60,7 +74,7 @@ class LinearGroup:
         self.mixes = self.takes_prev or bool(shape.kind.extra)
         """Whether the family's mathematics does more with the latents than act."""
         self.adds_bias = shape.side == "leave" and shape.slots[0].bias
-        weights = zip(shape.slots, shape.maps("", "outer" if model.low_rank else "weight"), self.as_heads, strict=True)
+        weights = zip(shape.slots, shape.maps("", "outer" if model.low_rank else "weight"), self.as_heads, strict=False)
         is_copy = [slot.kv and layout.placement(w.role).dim is None and not heads for slot, w, heads in weights]
         self.own_heads = [own_head(model, layout) if copied else None for copied in is_copy]
         """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
@@ -81,17 +95,43 @@ class LinearGroup:
         """Runs `up` as a segment of its own, unless it saves only the latents anyway."""
 
     def weights(self) -> Sequence[Tensor]:
-        """The weights of `up` (B, or W of a dense group), one per slot, as stored; none if `down` has them all."""
+        """The weights of `up` (B, or W of a dense group), one per slot, then further outer maps, as stored; none if `down` has them
+        all."""
         raise NotImplementedError
 
     def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
         """x -> u [T, U]. `gamma_I`: scales x."""
-        return linear(x_TI, self.inner if gamma_I is None else (self.inner * gamma_I).to(x_TI.dtype))
+        u_TU = linear(x_TI, self.inner if gamma_I is None else (self.inner * gamma_I).to(x_TI.dtype))
+        return u_TU if self.index is None else self.with_selected(u_TU, x_TI, self.index, gamma_I)
+
+    def with_selected(
+        self, u_TU: Tensor, x_TI: Tensor, index_K: Tensor | None, gamma_I: Tensor | None = None
+    ) -> Tensor:
+        """u, then the selected inputs, if any (`kernels.select`)."""
+        if index_K is None:
+            return u_TU
+        first = None if self.input_shard is None else self.input_shard * x_TI.shape[-1]
+        return torch.cat((u_TU, select(x_TI, index_K, first, gamma_I)), dim=-1)
+
+    def by_slot(self, parts: Sequence[Tensor], dim: int = 0) -> Sequence[Tensor]:
+        """Of parts that stand apart, the first of every slot, then the second: those of each slot together."""
+        slots = len(self.shape.slots)
+        return parts if len(parts) == slots else [torch.cat(list(parts[slot::slots]), dim) for slot in range(slots)]
 
     def inner_by_slot(self, inner_UI: Tensor) -> Sequence[Tensor]:
-        """The rows of `inner` that belong to each slot, whose maps stand apart: the first map of every slot, then the second."""
-        parts, slots = inner_UI.split(self.down_widths), len(self.shape.slots)
-        return parts if len(parts) == slots else [torch.cat(parts[slot::slots]) for slot in range(slots)]
+        """The rows of `inner` that belong to each slot."""
+        return self.by_slot(inner_UI.split(self.inner_widths))
+
+    def index_by_slot(self) -> Sequence[Tensor | None]:
+        """The part of `index` that belongs to each slot."""
+        if self.index is None:
+            return [None] * len(self.shape.slots)
+        return self.by_slot(self.index.split(self.down_widths[len(self.inner_widths) :]))
+
+    def outer_by_slot(self) -> list[Sequence[Tensor]]:
+        """The weights of `up` that belong to each slot."""
+        weights, slots = self.weights(), len(self.shape.slots)
+        return [weights[slot::slots] for slot in range(slots)]
 
     def up(
         self,
@@ -106,7 +146,7 @@ class LinearGroup:
         latents' gradient, if only the latents are saved (`UpProject`).
         """
         if self.is_one_node and torch.is_grad_enabled():
-            return UpProject.apply(u_TR, scale_T1, self.act, start_grad_sum, *self.weights()), ()
+            return UpProject.apply(u_TR, scale_T1, self.act, start_grad_sum, len(self.shape.slots), *self.weights()), ()
         h_TR, kept = self.activate(u_TR if scale_T1 is None else scale(u_TR, scale_T1), prev_TR)
         return self.project(h_TR), kept
 
@@ -119,9 +159,11 @@ class LinearGroup:
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
         """B h, one [T, O] per slot."""
-        weights = self.weights()
+        weights, slots = self.weights(), len(self.shape.slots)
         parts = h_TR.split(self.up_widths, dim=-1) if len(weights) > 1 else (h_TR,)
-        return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(parts, weights, strict=True)]
+        if len(weights) == slots:
+            return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(parts, weights, strict=True)]
+        return [sum_of_products(parts[slot::slots], weights[slot::slots]) for slot in range(slots)]
 
 
 class Dense(LinearGroup):
@@ -145,8 +187,8 @@ class FusedLinearGroup(LinearGroup, FusedModule):
     """The linears of one group in one block, stored in fused parameters.
 
     All slots' inner maps are one fused parameter [sum of widths, I], so they share one GEMM and one collective without
-    a copy. Each slot's B is a separate tensor. Dense weights are one tensor [sum of outputs, I], or two if key and
-    value are placed differently from query.
+    a copy; their indices of selected inputs are one, too. Each outer map is a separate tensor. Dense weights are one tensor
+    [sum of outputs, I], or two if key and value are placed differently from query.
     """
 
     def __init__(
@@ -158,7 +200,10 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         tensors = list(fused_weights(model, shape, prefix, layout.placement))
         if self.low_rank or shape.side == "leave":
             self.add_fused_param("inner", tensors.pop(0), layout)
-            self.down_widths = [param_slice.rows for param_slice in self.slices["inner"]]
+        if tensors and tensors[0][0].is_index:
+            self.add_fused_param("index", tensors.pop(0), layout)
+        else:
+            self.index = None
         for parameters in tensors:
             slots, names = zip(*(parameter.name.split(".")[-2:] for parameter in parameters), strict=True)
             self._up.append("_".join((names[0], *slots)))
@@ -169,11 +214,12 @@ class FusedLinearGroup(LinearGroup, FusedModule):
 
     def weights(self) -> Sequence[Tensor]:
         stored = [getattr(self, name) for name in self._up]
-        if len(stored) < len(self.own_heads):
+        if len(stored) < len(self.shape.slots):
             stored = [part.view(w) for w, name in zip(stored, self._up, strict=True) for part in self.slices[name]]
         if self._uses_all_rows:
             return stored
-        return [w if own is None else w.narrow(0, *own) for w, own in zip(stored, self.own_heads, strict=True)]
+        owned = itertools.cycle(self.own_heads)
+        return [w if own is None else w.narrow(0, *own) for w, own in zip(stored, owned, strict=False)]
 
 
 class FusedDense(Dense, FusedLinearGroup):

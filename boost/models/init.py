@@ -21,6 +21,7 @@ from torch import Tensor
 from boost.config.architecture import Parameter, slot_of
 from boost.config.linears import SPECTRAL
 from boost.config.schema import ModelConfig
+from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam, fused_params, local_slice
 
@@ -48,6 +49,8 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
     if callable(initial):
         made = cast(Tensor, initial(parameter, model, seed))
         assert made.shape == parameter.shape, f"{parameter.name} has shape {parameter.shape}, not {made.shape}"
+        if parameter.is_index:
+            require_index(made, parameter, model)
         return made
     if initial is not None:
         return _draw(torch.randn, parameter.shape, parameter.name, seed).mul_(initial)
@@ -74,6 +77,17 @@ def as_linear(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
     return _draw(torch.rand, parameter.shape, parameter.name, seed).mul_(2 * bound).sub_(bound)
 
 
+def require_index(index_K: Tensor, parameter: Parameter, model: ModelConfig) -> None:
+    """Raises ConfigError for values of a parameter that are not distinct inputs of its linear."""
+    inputs = slot_of(model, parameter.name).d_in
+    distinct = index_K.unique()
+    if index_K.dtype != torch.int64 or len(distinct) < len(index_K) or distinct[0] < 0 or distinct[-1] >= inputs:
+        raise ConfigError(
+            f"{parameter.name} of model.family = '{model.family}' is {index_K.dtype} of {distinct[0]} to {distinct[-1]}, "
+            f"{len(distinct)} of {len(index_K)} distinct; it must be int64 of 0 to {inputs - 1}, all distinct"
+        )
+
+
 def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
     """Initial value of a factor A or B of a linear: of the truncated SVD of the dense linear's own initial weight."""
     threads = torch.get_num_threads()
@@ -87,7 +101,7 @@ def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
 def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, int], int, float]:
     """(name, shape, rank, standard deviation) of the dense linear that a factor belongs to."""
     slot = slot_of(model, parameter.name)
-    rank = slot.linear.up_width
+    rank = parameter.shape[1 if parameter.role.endswith(".outer") else 0]
     return f"{parameter.name.rpartition('.')[0]}.W", (slot.d_out, slot.d_in), rank, model.init_std
 
 

@@ -270,10 +270,11 @@ class UpProject(torch.autograd.Function):
     dgrad: du = c act'(c u) dh, dh_k = dy_k B_k.
     wgrad: dB_k = dy_k^T h_k. No collective.
 
-    The r_k add up to H; act is the identity (None) or has a backward; c is multiplied in before rounding. Saves u and c. The
-    backward pass recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the node that sums u over
-    processes computes c's gradient from u and du (`boost.layouts.btp`). `start_grad_sum` starts the sum of du, which stays in
-    flight while the weight gradients are computed; only the node that produced u may consume that gradient, after waiting for it.
+    There are `slots` results: B_k with k >= slots adds to result k - slots, and so on. The r_k add up to H; act is the identity
+    (None) or has a backward; c is multiplied in before rounding. Saves u and c. The backward pass recomputes c u, h and the casts
+    of B, which is element-wise work. c is a constant here: the node that sums u over processes computes c's gradient from u and du
+    (`boost.layouts.btp`). `start_grad_sum` starts the sum of du, which stays in flight while the weight gradients are computed;
+    only the node that produced u may consume that gradient, after waiting for it.
     """
 
     @staticmethod
@@ -283,6 +284,7 @@ class UpProject(torch.autograd.Function):
         c_T1: Tensor | None,
         act: Act | None,
         start_grad_sum: StartCollective | None,
+        slots: int,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(u_TU, c_T1, *weights)
@@ -292,12 +294,16 @@ class UpProject(torch.autograd.Function):
         h_TH = activated(u_TU, c_T1, act) if c_T1 is not None else u_TU if act is None else act.forward(u_TU)
         # Not a split: compiled code would save a split's results for the backward pass instead of recomputing h.
         parts = [h_TH[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TH]
-        slots = zip(parts, weights, strict=True)
-        return tuple([F.linear(h_Tr, b if b.dtype == u_TU.dtype else b.to(u_TU.dtype)) for h_Tr, b in slots])
+        first = zip(parts[:slots], weights, strict=False)
+        made = [F.linear(h_Tr, b if b.dtype == u_TU.dtype else b.to(u_TU.dtype)) for h_Tr, b in first]
+        for n in range(slots, len(weights)):
+            made[n % slots].addmm_(parts[n], weights[n].to(u_TU.dtype).t())
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Node, *dy: Tensor) -> tuple[Tensor | None, ...]:
         u_TU, c_T1, *weights = ctx.saved_tensors
+        dy = dy * (len(weights) // len(dy))
         dh_TH = gemms([(dy_TO, b_Or.to(u_TU.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)])
         if c_T1 is None and ctx.act is None:
             du_TU, h_TH = dh_TH, u_TU
@@ -309,7 +315,41 @@ class UpProject(torch.autograd.Function):
         parts = [h_TH[:, columns] for columns in ctx.columns] if len(weights) > 1 else [h_TH]
         slots = zip(dy, parts, weights, strict=True)
         dw = [(dy_TO.t() @ h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
-        return du_TU, None, None, None, *dw
+        return du_TU, None, None, None, None, *dw
+
+
+def projected(h_TR: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Differentiable sum of h_k B_k^T, [T, O]: each B_k reads its columns of h."""
+    if len(weights) == 1:
+        return linear(h_TR, weights[0])
+    return sum_of_products(h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1), weights)
+
+
+def sum_of_products(parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Differentiable sum of h_k B_k^T, [T, O]."""
+    y_TO = linear(parts[0], weights[0])
+    for h_Tr, b_Or in zip(parts[1:], weights[1:], strict=True):
+        y_TO = y_TO.addmm_(h_Tr, b_Or.to(h_Tr.dtype).t())
+    return y_TO
+
+
+def own_columns(index_K: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """For inputs [first, first + width): (where a selected input is among them, [K], whether it is [K]). The place of any other is
+    one of them too, so that no shape depends on which they are."""
+    local_K = index_K - first
+    return local_K.clamp(0, width - 1), (local_K >= 0) & (local_K < width)
+
+
+def select(x_TI: Tensor, index_K: Tensor, first: int | None = None, gamma_I: Tensor | None = None) -> Tensor:
+    """Differentiable (gamma x)[:, index], [T, K]. `first`: number of the first input here, if others are elsewhere, which are 0
+    here."""
+    if first is not None:
+        index_K, own_K = own_columns(index_K, first, x_TI.shape[-1])
+    factor_K = None if gamma_I is None else gamma_I.index_select(0, index_K)
+    if first is not None:
+        factor_K = own_K if factor_K is None else factor_K * own_K
+    y_TK = x_TI.index_select(-1, index_K)
+    return y_TK if factor_K is None else y_TK * factor_K.to(x_TI.dtype)
 
 
 class _Lookup(torch.autograd.Function):

@@ -97,6 +97,11 @@ class Math:
             )
         self.act = ACTS[model.latent_act]
 
+    def act_for(self, widths: tuple[int, ...]) -> Act | None:
+        """The activation of u whose parts have these widths in this process: each inner map's results, then the selected inputs.
+        For a family that treats its parts differently."""
+        return self.act
+
     def mix(self, u_TR: Tensor, prev: Sequence[Tensor], mixer: Mixer) -> Tensor:
         """Combines u with the previous block's latents, if any: one [T, r] per slot, whole if `Linear.mixes_elements`."""
         raise NotImplementedError(
@@ -117,3 +122,9 @@ def math_of(model: ModelConfig) -> Math:
     """The mathematics of a model's family."""
     made: Math = pkgutil.resolve_name(model.math)(model)
     return made
+
+
+@functools.lru_cache(maxsize=4096)
+def act_of(model: ModelConfig, widths: tuple[int, ...]) -> Act | None:
+    """`Math.act_for`: one object for equal widths, because compiled code and traces compare it."""
+    return math_of(model).act_for(widths)

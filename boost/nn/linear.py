@@ -1,6 +1,8 @@
 """`LowRankLinear`: a linear layer made of two factors, for use in any model."""
 
 import copy
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +17,26 @@ ACTIVATIONS = ("none", "silu")
 
 
 class FamilyLinear(nn.Module):
-    """A linear of a family with other maps than A and B, or another activation. Its maps are plain `nn.Linear` modules."""
+    """A linear of a family with other maps than A and B, or another activation. Its maps are plain `nn.Linear` modules, and the
+    indices of selected inputs are buffers."""
 
     def __init__(self, linear: Linear, act: Act | None) -> None:
-        """`act`: between its inner maps and the outer one. The maps are of no size yet."""
+        """`act`: between its inner maps and the outer ones. The maps are of no size yet."""
         super().__init__()
         self.act = act
-        self.names = [part.name for part in (*linear.inner, *linear.outer)]
-        for name in self.names:
+        self.inner, self.outer, self.selects = (
+            [part.name for part in parts] for parts in (linear.inner, linear.outer, linear.select)
+        )
+        for name in (*self.inner, *self.outer):
             self.add_module(name, nn.Linear(1, 1, bias=False, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        *inner, outer = (self.get_submodule(name) for name in self.names)
-        u = torch.cat([part(x) for part in inner], dim=-1)
-        y: Tensor = outer(u if self.act is None else self.act.forward(u))
+        parts = [self.get_submodule(name)(x) for name in self.inner]
+        u = torch.cat([*parts, *(x[..., self.get_buffer(name)] for name in self.selects)], dim=-1)
+        outer: Any = [self.get_submodule(name) for name in self.outer]
+        h = (u if self.act is None else self.act.forward(u)).split([part.in_features for part in outer], dim=-1)
+        y: Tensor = functools.reduce(torch.add, (part(h_r) for part, h_r in zip(outer, h, strict=True)))
         return y
 
 

@@ -5,6 +5,7 @@ are stored or copied, whatever weights do not tell is refused (`stored_parameter
 
 from collections.abc import Callable, Iterable
 from types import MethodType
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -140,13 +141,21 @@ def stored_parameters(module: nn.Module, twin: nn.Module, is_copy: bool) -> dict
                 name: getattr(like, name) for name in ("eps", "activation", "act", *EMBEDDING) if hasattr(like, name)
             }
             check(path, difference(own, type(like), hooks=is_copy, biased=biased, **options))
-    weights = {clean(path): weight for path, weight in module.named_parameters(remove_duplicate=False)}
-    dtype, expected = next(iter(weights.values())).dtype, dict(twin.named_parameters(remove_duplicate=False))
-    for path in (*(weights.keys() ^ expected.keys()), *(name for name, _ in module.named_buffers())):
+    weights, expected = (
+        {
+            clean(path): cast(nn.Parameter, weight)  # indices are buffers
+            for named in (model.named_parameters, model.named_buffers)
+            for path, weight in named("", True, False)
+        }
+        for model in (module, twin)
+    )
+    dtype = next(iter(weights.values())).dtype
+    for path in weights.keys() ^ expected.keys():
         check(path, "is no weight of boost.nn")
     for path, weight in weights.items():
         check(path, None if weight.shape == expected[path].shape else f"has shape {tuple(weight.shape)}")
-        check(path, None if weight.dtype == dtype else f"is {weight.dtype}, not {dtype}")
+        wanted = dtype if expected[path].is_floating_point() else expected[path].dtype
+        check(path, None if weight.dtype == wanted else f"is {weight.dtype}, not {wanted}")
         hooks = is_copy and (weight._backward_hooks or weight._post_accumulate_grad_hooks)
         check(path, "has gradient hooks" if hooks else None)
     paths = {parameter: path for path, parameter in expected.items()}

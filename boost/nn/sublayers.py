@@ -7,6 +7,7 @@ Legend: B sequences, S tokens per sequence, T = B * S, D width of the residual s
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from boost.models.recompute import POLICIES
 from boost.nn.linear import linear_of
 from boost.nn.plain import call, difference, is_read
 from boost.nn.spec import Spec, autocast_resolved
-from boost.nn.weights import local_weight, once_differentiable, shard_weights
+from boost.nn.weights import local_weight, once_differentiable, shard_weights, storage
 
 
 class SeparateMixer(Mixer):
@@ -83,7 +84,7 @@ class SeparateLinears(LinearGroup):
                 (self.names[n % len(self.names)], part.name.rpartition(".")[2])
                 for n, part in enumerate(shape.maps("", kind))
             ]
-            for kind in architecture.map_kinds(spec.model)
+            for kind in (*architecture.map_kinds(spec.model), "select")
         }
         """(linear, map) of every map, by kind."""
         self._kind = type(linear_of(shape.slots[0].linear, self.act)) if self.low_rank else nn.Linear
@@ -121,8 +122,10 @@ class SeparateLinears(LinearGroup):
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     @property
-    def down_widths(self) -> list[int]:  # type: ignore[override]
-        return [module.out_features for module in self.maps("inner")]
+    def index(self) -> Tensor | None:  # type: ignore[override]
+        modules: Any = self._owner._modules
+        indices = [storage(modules[linear]._buffers[name]) for linear, name in self.paths["select"]]
+        return torch.cat(indices) if indices else None
 
     @property
     def up_widths(self) -> list[int]:  # type: ignore[override]
@@ -130,27 +133,29 @@ class SeparateLinears(LinearGroup):
 
     def weights(self) -> list[Tensor]:
         weights = [local_weight(module) for module in (self.maps("outer") if self.low_rank else self.linears)]
-        return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
+        owned = itertools.cycle(self.own_heads)
+        return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, owned, strict=False)]
 
     def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
         if torch.is_grad_enabled() or gamma_I is not None or not self.low_rank:
             return super().down(x_TI, gamma_I)
         # During generation, concatenating the inner maps for each token would take longer than multiplying by them.
-        return gemms([(x_TI, local_weight(module).to(x_TI.dtype).t()) for module in self.maps("inner")])
+        u_TU = gemms([(x_TI, local_weight(module).to(x_TI.dtype).t()) for module in self.maps("inner")])
+        return self.with_selected(u_TU, x_TI, self.index)
 
     def changed(self, inside: bool = True) -> str | None:
         """The first module that is not plain, with the difference; None: all are plain. `inside` includes factors, the norms of
         heads and extra parameters."""
         for slot, name, linear in zip(self.shape.slots, self.names, self.linears, strict=True):
             if self.low_rank:
-                what = difference(linear, self._kind, act=self.act)
+                what = difference(linear, self._kind, act=self.slot_acts[self.names.index(name)])
             else:
                 what = difference(linear, nn.Linear, biased=slot.bias)
             if what:
                 return f"{name} {what}"
             maps = (*slot.linear.inner, *slot.linear.outer) if inside else ()
             for part in maps:
-                biased = part is maps[-1] and slot.bias
+                biased = part is slot.linear.outer[0] and slot.bias
                 if what := difference(cast(nn.Module, linear._modules[part.name]), nn.Linear, biased=biased):
                     return f"{name}.{part.name} {what}"
         for name, norm in zip(self._norms, self.norms, strict=True) if inside else ():
@@ -176,13 +181,15 @@ class CalledLinears(SeparateLinears):
         self._batch = batch
 
     def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
-        return torch.cat([call(module, x_TI, self._batch) for module in self.maps("inner")], dim=-1)
+        u_TU = torch.cat([call(module, x_TI, self._batch) for module in self.maps("inner")], dim=-1)
+        return self.with_selected(u_TU, x_TI, self.index)
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
-        return self.outputs(self.maps("outer"), h_TR.split(list(self.shape.up_widths), dim=-1))
+        return self.outputs(self.maps("outer"), h_TR.split(self.up_widths, dim=-1))
 
     def outputs(self, modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        y = [call(module, x, self._batch) for module, x in zip(modules, inputs, strict=True)]
+        parts = [call(module, x, self._batch) for module, x in zip(modules, inputs, strict=True)]
+        y = [functools.reduce(torch.add, parts[slot :: len(self.names)]) for slot in range(len(self.names))]
         for slot, norm in enumerate(self.norms):
             y[slot] = call(norm, y[slot].unflatten(-1, (-1, self.heads.head_dim)), self._batch).flatten(1)
         return y
@@ -246,8 +253,12 @@ class Sublayer(FusedModule):
         separate = self.layout.group_class(SeparateLinears if self.model.low_rank else SeparateDense, shape)
         group: SeparateLinears = separate(self, self.spec, self.layer, shape)
         if self.model.low_rank:
-            for name, slot in zip(group.names, shape.slots, strict=True):
-                self.add_module(name, linear_of(slot.linear, group.act))
+            for name, slot, act in zip(group.names, shape.slots, group.slot_acts, strict=True):
+                self.add_module(name, linear_of(slot.linear, act))
+            for parameter, (linear, name) in zip(shape.maps(prefix, "select"), group.paths["select"], strict=True):
+                index = torch.empty(self.spec.local_shape(parameter), dtype=torch.int64)
+                self.get_submodule(linear).register_buffer(name, index)
+                self.describe_child(f"{linear}.{name}", parameter, self.layout)
         for kind in architecture.map_kinds(self.model):
             for parameter, (linear, name) in zip(shape.maps(prefix, kind), group.paths[kind], strict=True):
                 path = f"{linear}.{name}" if self.model.low_rank else linear

@@ -58,9 +58,8 @@ def shard_weights(module: nn.Module, spec: Spec) -> GradientSums:
             path, _, name = attribute.rpartition(".")
             owner = fused.get_submodule(path)
             on_mesh = Replicate() if placement.dim is None else Shard(placement.dim)
-            local = owner.get_parameter(name).detach()
-            weight = nn.Parameter(DTensor.from_local(local, spec.tp_mesh, [on_mesh], run_check=False))
-            setattr(owner, name, weight)
+            weight: Tensor = DTensor.from_local(getattr(owner, name).detach(), spec.tp_mesh, [on_mesh], run_check=False)
+            setattr(owner, name, nn.Parameter(weight) if name in owner._parameters else weight)
             owner.__dict__.setdefault("gradient_sums", {})[name] = sums if placement.partial else None
     return sums
 

@@ -134,8 +134,9 @@ class Optimizer:
 
 
 def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
-    """Builds the optimizer that `config.optim` describes, with zero moments."""
-    optimizer: Optimizer = pkgutil.resolve_name(config.optim.builder)(fused_params, config, mesh)
+    """Builds the optimizer that `config.optim` describes, with zero moments. Indices are not trained."""
+    trained = [fused for fused in fused_params if not fused.slices[0].parameter.is_index]
+    optimizer: Optimizer = pkgutil.resolve_name(config.optim.builder)(trained, config, mesh)
     return optimizer
 
 

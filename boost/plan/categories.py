@@ -43,7 +43,7 @@ _MADE_BY = {
 }
 """Category of a GEMM's output, by its weight's role."""
 
-_MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))
+_MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding", "index_select"))
 _SENT = "all_reduce all_gather_into_tensor all_gather reduce_scatter_tensor reduce_scatter all_to_all_single all_to_all wait_tensor"
 _MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach masked_fill {_SENT}".split())
 """Operations that take a residual stream and return one."""
@@ -66,5 +66,5 @@ def category_of(operation: str, roles: Sequence[str], categories: Sequence[str])
 
 
 def short_role(role: str) -> str:
-    """Maps a weight's role to the form that `category_of` expects: every inner map becomes 'inner'."""
-    return "inner" if role.endswith(".inner") else role
+    """Maps a weight's role to the form that `category_of` expects: every inner map and every index becomes 'inner'."""
+    return "inner" if role.endswith(".inner") or role.startswith("select.") else role

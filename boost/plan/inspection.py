@@ -153,14 +153,14 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         if not (model.tied and held[0].has_embedding):
             parameters.append(architecture.head(model))
     collectives = step_collectives(config, pp_rank)
-    of_all = [c for c in collectives if c.phase != "step"]
+    of_all, stored = [c for c in collectives if c.phase != "step"], held_tensors(config, held)
     return Inspection(
         config=config,
         pp_rank=pp_rank,
         stages=held,
         weights=tuple(_weight(parameter, model, parallel) for parameter in parameters),
         parameters=architecture.parameter_count(model),
-        parameters_per_process=sum(tensor.shard(parallel) for tensor in held_tensors(config, held).tensors),
+        parameters_per_process=stored.indices + sum(tensor.shard(parallel) for tensor in stored.tensors),
         tokens=train.micro_batch * train.seq_len // parallel.cp,
         micro_batches=micro_batches,
         of_micro_batch=tuple(of_all[: len(of_all) // micro_batches]),

@@ -168,7 +168,7 @@ class _StepMemory:
         weights = self.size * self.held.shards(parallel)
         sums = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
         moments = int(state_bytes(config, self.held) * shared)
-        self.states = {WEIGHTS: weights, GRADIENTS: sums * weights, OPTIMIZER: moments}
+        self.states = {WEIGHTS: weights + 8 * self.held.indices, GRADIENTS: sums * weights, OPTIMIZER: moments}
         """Bytes between steps by category, in this process's shards."""
         copied = sum(t.elements for t in self.held.tensors if t.may_have_copy) if config.has_working_copies else 0
         self.copies = copied * ITEMSIZE[train.compute_dtype]

@@ -349,8 +349,12 @@ def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeT
 @rule("addmm_")
 def addmm_(x: ShapeTensor, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
     """x + a b, in place."""
-    a.tape.record_op(work.GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
-    return x
+
+    def made() -> ShapeTensor:
+        a.tape.record_op(work.GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
+        return x.without_graph()
+
+    return record(made, [x, a, b], lambda g, s: [g[0], mm(g[0], s[1].t()), mm(s[0].t(), g[0])], [a, b])
 
 
 @rule("matmul", torch.matmul)
@@ -420,6 +424,28 @@ def attention(
 def _by_tokens(shape: Shape) -> Shape:
     _, heads, length, width = shape
     return heads * length * width, width, heads * width, 1
+
+
+@rule("index_select")
+def index_select(x: ShapeTensor, dim: int, index: ShapeTensor) -> ShapeTensor:
+    """Some slices of x; saves their index. The gradient is zero elsewhere."""
+    dim %= x.ndim
+    like, shape = x.without_storage(), (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
+    return record(
+        lambda: make(x, shape, "index_select", 2.0, inputs=[x, index]),
+        [x],
+        lambda g, s: [index_add_(make(like, like.shape, "zeros", 1.0), dim, s[0], g[0])],
+        [index],
+    )
+
+
+@rule("index_add_")
+def index_add_(x: ShapeTensor, dim: int, index: ShapeTensor, added: ShapeTensor) -> ShapeTensor:
+    """Adds to some slices of x, in place."""
+    _require_no_graph("index_add_", (x, added))
+    if not added.is_small:
+        added.tape.record_op(work.STREAM, (added.numel_,), added.dtype, 3)
+    return x
 
 
 @rule(F.embedding)

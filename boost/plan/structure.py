@@ -71,6 +71,8 @@ class StoredTensor(NamedTuple):
     """Block (FSDP unit) that it is gathered with; None: the unit of its stage's embedding and head."""
     may_have_copy: bool
     """Whether passes use a working copy of it if working copies are on (`LayoutSpec.may_have_copy`)."""
+    is_index: bool = False
+    """Whether it is int64 and not trained."""
 
     @property
     def elements(self) -> int:
@@ -120,8 +122,11 @@ class HeldTensors:
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig, stages: tuple[Stage, ...]) -> None:
         self.model, self.parallel, self.stages = model, parallel, stages
-        self.by_stage = {stage.index: _tensors_of(model, parallel, stage) for stage in stages}
-        """The tensors of each stage, by its index, in forward order."""
+        held = {stage.index: _tensors_of(model, parallel, stage) for stage in stages}
+        self.by_stage = {n: tuple(tensor for tensor in tensors if not tensor.is_index) for n, tensors in held.items()}
+        """The trained tensors of each stage, by its index, in forward order."""
+        self.indices = sum(tensor.elements for tensors in held.values() for tensor in tensors if tensor.is_index)
+        """Elements of indices, int64."""
         self.tensors = tuple(tensor for tensors in self.by_stage.values() for tensor in tensors)
         summed: dict[str, list[StoredTensor]] = defaultdict(list)
         self.units: dict[tuple[int, int | None, str], list[StoredTensor]] = defaultdict(list)
@@ -194,7 +199,7 @@ def _factors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> tuple[
     placement = functools.partial(placement_of, model=model, parallel=parallel)
     units = []
     for group in architecture.groups(model, layer):
-        fused = list(fused_weights(model, group, "", placement))
+        fused = [each for each in fused_weights(model, group, "", placement) if not each[0].is_index]
         inner, *outer = (
             tuple(factor_shape(parameter, placement(parameter.role), parallel.tp) for parameter in parameters)
             for parameters in fused
@@ -213,4 +218,5 @@ def _stored(
     placement = spec.placement(role, model, parallel)
     shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
     rows, others = sum(shape[0] for shape in shapes), shapes[0][1:]
-    return StoredTensor(rows, math.prod(others), not others, placement, None, spec.may_have_copy(role))
+    may_have_copy, is_index = spec.may_have_copy(role), parameters[0].is_index
+    return StoredTensor(rows, math.prod(others), not others, placement, None, may_have_copy, is_index)

@@ -114,6 +114,14 @@ class Tracer:
         for part in module.modules():
             if isinstance(part, FusedModule):
                 for name, slices in part.slices.items():
+                    if slices[0].parameter.is_index:
+                        shape, role = (
+                            (sum(param_slice.rows for param_slice in slices),),
+                            short_role(slices[0].parameter.role),
+                        )
+                        index = leaf(self.tape, shape, torch.int64, self.device, role, None)
+                        part._buffers[name] = cast(Tensor, index.without_graph())
+                        continue
                     shape = tuple(part._parameters[name].shape)  # type: ignore[union-attr]
                     role = slices[0].parameter.role
                     copied = self.copied and spec_of(self.parallel).may_have_copy(role)

@@ -56,7 +56,7 @@ def require_trained(model: Model, fused_params: Sequence[FusedParam]) -> None:
     at weights that `fully_shard` has replaced."""
     if any(fused.shard for fused in fused_params):
         return
-    now = {id(parameter) for parameter in model.parameters()}
+    now = {id(parameter) for parameter in (*model.parameters(), *model.buffers())}
     built = {id(fused.parameter): fused.slices[0].parameter.name for fused in fused_params}
     added = [
         name for name, parameter in model.named_parameters() if id(parameter) not in built and parameter.requires_grad

@@ -23,7 +23,7 @@ A, B, G, W = (Map(name, 4, 0.1) for name in "ABGW")
     "maps", [{}, {"inner": (A,)}, {"outer": (B,)}, {"inner": (A,), "outer": (B, G)}, {"outer": (B,), "weight": (W,)}]
 )
 def test_other_maps_are_refused(maps: dict[str, tuple[Map, ...]]) -> None:
-    with pytest.raises(ConfigError, match="is not supported; it has inner maps and one outer map, or one weight"):
+    with pytest.raises(ConfigError, match="is not supported; it has inner and outer maps, or one weight"):
         Linear(**maps)
 
 

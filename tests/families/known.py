@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.nn.functional as F
+from torch.nn.functional import silu
 
 from boost.config.families import ModelConfig
 from boost.elementwise import ELEMENTWISE
@@ -17,9 +18,14 @@ from tests import references
 from tests.families import crossed
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = {"gated": "gated_bottleneck"}
+PACKAGES = {"gated": "gated_bottleneck", "lost": "lost_bottleneck"}
 """Of examples/families, by family."""
-REFERENCES = {"gelu": references.bottleneck(F.gelu), "gated": references.gated, "crossed": crossed.crossed}
+REFERENCES = {
+    "gelu": references.bottleneck(F.gelu),
+    "gated": references.gated,
+    "lost": references.lost(0.7, 0.3, silu),
+    "crossed": crossed.crossed,
+}
 """Plain PyTorch, by family."""
 NIGHTLY = ("crossed",)
 """Families that are not run on each commit."""

@@ -10,7 +10,7 @@ from boost.models.latents import ACTS
 
 
 def up_project(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor]) -> list[Tensor]:
-    return list(UpProject.apply(u_TR, c_T1, ACTS["silu" if silu else "none"], None, *weights))
+    return list(UpProject.apply(u_TR, c_T1, ACTS["silu" if silu else "none"], None, len(weights), *weights))
 
 
 def plain(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: list[Tensor]) -> list[Tensor]:

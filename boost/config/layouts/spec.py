@@ -149,8 +149,10 @@ class LayoutSpec:
         own head's rows; the gradients of the copies are summed once per optimizer step.
 
         Biases of q, k and v and the norms of queries and keys act on this process's heads of all tokens, the bias of o on the
-        residual stream.
+        residual stream. The index of selected inputs is sharded where latents are.
         """
+        if role.startswith("select."):
+            return Placement(0) if self.placement(f"{role[7:]}.inner", model, parallel).dim == 0 else WHOLE
         if role in ("bias.q", "bias.kv", "qk_norm") and self.num_shards(parallel) == 1:
             return WHOLE
         if role == "qk_norm" or (role == "bias.kv" and model.kv_heads < parallel.tp):
@@ -260,7 +262,11 @@ class LayoutSpec:
         if not self.shards_rank:
             return {}
         named = {"model.rank": model.rank or 0, **{f"model.ranks.{name}": rank for name, rank in model.ranks.items()}}
-        maps = ((slot, part) for slot in linears(model) for part in (*slot.linear.inner, *slot.linear.outer))
+        maps = (
+            (slot, part)
+            for slot in linears(model)
+            for part in (*slot.linear.inner, *slot.linear.select, *slot.linear.outer)
+        )
         own = {f"{slot.name}.{part.name}": part.width for slot, part in maps if part.width not in named.values()}
         extra = {f"{s.name}.{e.name}": e.shape[0] for s in linears(model) for e in s.linear.extra if not e.is_whole}
         return named | own | extra

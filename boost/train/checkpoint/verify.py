@@ -37,7 +37,7 @@ from pydantic import (
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
-from boost.config.architecture import parameters
+from boost.config.architecture import Parameter, parameters
 from boost.config.schema import ModelConfig
 from boost.errors import DamagedCheckpointError
 from boost.parallel.mesh import Mesh, T
@@ -49,7 +49,8 @@ from boost.version import __version__
 
 FORMAT: Literal[1] = 1
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8,
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+    "U8": torch.uint8,
 }  # fmt: skip
 """The dtypes that a checkpoint may contain, by safetensors name."""
 SHARDING = "DCP_SHARDING_INFO"
@@ -320,7 +321,7 @@ def read_structure(path: Path, manifest: Manifest, model: ModelConfig) -> Shards
             )
         for tensor, shard in entries:
             shards[tensor].append(shard)
-    _check_coverage(path, shards, {parameter.name: parameter.shape for parameter in parameters(model)})
+    _check_coverage(path, shards, {parameter.name: parameter for parameter in parameters(model)})
     return shards
 
 
@@ -358,22 +359,22 @@ def _read_header(path: Path, name: str) -> tuple[dict[str, str], list[tuple[str,
     return written, tensors
 
 
-def _check_coverage(path: Path, shards: Shards, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_coverage(path: Path, shards: Shards, known: Mapping[str, Parameter]) -> None:
     for name, parts in shards.items():
         kind, _, rest = name.partition(".")
         if kind == "rng":
             if len(parts) != 1 or parts[0].dtype != "U8" or len(parts[0].shape) != 1:
                 raise DamagedCheckpointError(f"'{path}' is damaged: {name} must be a single 1-D shard of dtype U8")
             continue
-        parameter = rest if kind == "model" else rest.partition(".")[2]
-        shape = shapes.get(parameter) if kind in ("model", "optim") else None
-        if shape is None:
+        parameter = known.get(rest if kind == "model" else rest.partition(".")[2])
+        if kind not in ("model", "optim") or parameter is None:
             raise DamagedCheckpointError(f"'{path}' is damaged: tensor '{name}' in {parts[0].file} is not in the model")
-        if len({shard.dtype for shard in parts}) != 1 or parts[0].dtype == "U8":
-            raise DamagedCheckpointError(f"'{path}' is damaged: shards of {name} lack a common floating-point dtype")
-        if problem := coverage_problem(shape, parts):
+        dtypes, wanted = {shard.dtype for shard in parts}, "I64" if parameter.is_index else "floating-point"
+        if len(dtypes) != 1 or dtypes == {"U8"} or (dtypes == {"I64"}) != parameter.is_index:
+            raise DamagedCheckpointError(f"'{path}' is damaged: shards of {name} lack a common {wanted} dtype")
+        if problem := coverage_problem(parameter.shape, parts):
             raise DamagedCheckpointError(f"'{path}' is damaged: {name}: {problem}")
-    if missing := {f"model.{name}" for name in shapes} - shards.keys():
+    if missing := {f"model.{name}" for name in known} - shards.keys():
         raise DamagedCheckpointError(f"'{path}' has no tensor '{min(missing)}' ({len(missing)} missing in total)")
 
 

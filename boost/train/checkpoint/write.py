@@ -73,6 +73,7 @@ _DTYPES = {
     torch.float32: ("F32", np.float32),
     torch.float16: ("F16", np.float16),
     torch.bfloat16: ("BF16", np.uint16),  # raw bits: numpy has no bfloat16
+    torch.int64: ("I64", np.int64),
     torch.uint8: ("U8", np.uint8),
 }
 _BF16_EXPONENT = 0x7F80
@@ -414,7 +415,7 @@ def _header(slices: list[LocalSlice], place: Mapping[str, str]) -> bytes:
 
 
 def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
-    if dtype == torch.uint8:
+    if not dtype.is_floating_point:
         return True
     values = chunk.view(_DTYPES[dtype][1])
     if dtype == torch.bfloat16:
