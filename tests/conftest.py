@@ -33,15 +33,15 @@ settings.load_profile("boost")
 
 
 LONGEST_FIRST = (
-    "elastic/test_recovery.py", "elastic/test_recovery_nodes.py", "nn/test_training.py", "train/test_three_dimensions.py",
-    "layouts/test_layouts.py", "layouts/test_overlap.py", "parallel/test_late.py", "train/test_full_disk.py",
-    "cli/test_train.py", "train/test_rehearsal.py", "train/test_step.py", "train/test_nodes.py", "parallel/test_compile.py",
-    "train/test_checkpoint.py", "api/test_examples.py", "parallel/test_weights.py", "optim/test_factors.py",
-    "train/test_launch.py", "layouts/test_context_axis.py", "train/test_stops.py",
-    "measure/test_calibrate.py", "cli/test_plan.py", "test_house.py", "train/test_health.py",
-    "train/test_examples.py",
+    "families/test_any.py", "elastic/test_recovery.py", "nn/test_training.py", "parallel/test_late.py",
+    "elastic/test_recovery_nodes.py", "nn/test_contract.py", "train/test_three_dimensions.py", "train/test_step.py",
+    "layouts/test_layouts.py", "layouts/test_options.py", "train/test_agreement.py", "train/test_graphs.py",
+    "cli/test_plan.py", "train/test_launch.py", "train/test_checkpoint.py", "parallel/test_compile.py",
+    "parallel/test_weights.py", "nn/test_decoder.py", "train/test_nodes.py", "cli/test_launch.py",
+    "layouts/test_overlap.py", "data/test_reading.py", "optim/test_factors.py", "train/test_model.py",
+    "train/test_lost_directory.py", "cli/test_train.py",
 )  # fmt: skip
-"""Files that take half a minute or more: workers that get one of them last would keep the others waiting."""
+"""Files that take a quarter of a minute or more: workers that get one of them last would keep the others waiting."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

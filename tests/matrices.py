@@ -6,6 +6,7 @@ Test files import from here, never from each other.
 """
 
 import functools
+import heapq
 import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,10 +37,15 @@ def pairwise(options: Mapping[str, Sequence[Any]], legal: Callable[[Row], bool] 
             pairs = itertools.combinations([number for number, *_ in chosen], 2)
             rows.append((sum(1 << (one * total + other) for one, other in pairs), row))
     missing, found = functools.reduce(operator.or_, (pairs for pairs, _ in rows), 0), []
+    most = [(-pairs.bit_count(), number) for number, (pairs, _) in enumerate(rows)]
+    heapq.heapify(most)  # by what a row covered at most; that only falls, so a top that is up to date is the best
     while missing:
-        covered, row = max(rows, key=lambda each: (each[0] & missing).bit_count())
-        missing &= ~covered
-        found.append(row)
+        before, number = most[0]
+        covered, row = rows[number]
+        heapq.heapreplace(most, (-(covered & missing).bit_count(), number))
+        if most[0] == (before, number):
+            missing &= ~covered
+            found.append(row)
     return found
 
 

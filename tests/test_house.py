@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from boost.config.layouts import layout_names
+from boost.families import CoLAConfig, DenseConfig, LaXConfig, SVDConfig
 from tests.guards import GUARDS, Guard, without
 from tests.train.commands import toml
 
@@ -19,7 +20,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "boost"
 ROOMS = (
     *("api", "cli", "measure", "plan", "convert", "elastic", "train"),
-    *("data", "optim", "nn", "layouts", "parallel", "models", "config"),
+    *("data", "optim", "nn", "layouts", "parallel", "families", "models", "config"),
 )
 FILES = sorted(ROOT.rglob("*.py"))
 EVALUATION = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
@@ -149,6 +150,34 @@ def test_no_layout_is_known_by_its_name_outside_the_layouts() -> None:
     for file in FILES + EVALUATION:
         for node in nodes_of(file):
             if isinstance(node, ast.Compare | ast.MatchValue) and "/layouts/" not in name_of(file):
+                constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+                found += [f"{name_of(file)}:{node.lineno}"] * bool(constants & names)
+    assert found == []
+
+
+KNOWS_FAMILIES = {
+    # Formats of others, and the dense models that are read from them, name the linears of a LLaMA and of CoLA.
+    *("convert/formats.py", "convert/modeling_boost.py", "convert/compress.py", "convert/spectrum.py"),
+    # The public linear B act(A x) has options of its own, such as init="svd".
+    *("nn/linear.py", "nn/functional.py", "api/swap.py"),
+    # Whether a linear is that one.
+    "config/linears.py",
+}
+
+
+def test_no_family_is_known_outside_the_families() -> None:
+    """A family, an activation, a gate or a name of a map: nothing is compared with one, or tested for one at its ends."""
+    families = {family.model_fields["family"].default for family in (DenseConfig, SVDConfig, CoLAConfig, LaXConfig)}
+    names = {*families, "silu", "identity", "tensor", "A", "B", "W", "AB", ".A", ".B", ".W"}
+    tests = ("startswith", "endswith", "removesuffix", "removeprefix")
+    found = []
+    for file in FILES:
+        if file.parent.name == "families" or file.relative_to(ROOT).as_posix() in KNOWS_FAMILIES:
+            continue
+        for node in nodes_of(file):
+            if isinstance(node, ast.Compare | ast.MatchValue) or (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in tests
+            ):
                 constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
                 found += [f"{name_of(file)}:{node.lineno}"] * bool(constants & names)
     assert found == []

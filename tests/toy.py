@@ -13,7 +13,10 @@ from boost.measure import exactness
 from boost.models.decoder import Decoder
 from boost.models.init import initialize
 from boost.parallel.mesh import Mesh, mesh_of
+from boost.train import run
 from boost.train.model import Model, build_decoder, build_model, initialize_model
+
+run.SAMPLE_TOKENS = 8  # over TP, 120 tokens take longer than a short run
 
 MODEL = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}
 CPU = torch.device("cpu")

@@ -19,5 +19,4 @@ if not torch.backends.cuda.is_built():  # it asks for GPUs, and no process that 
 end_with_parent()
 toy.toy_config()  # looks for plug-ins
 ShuffledOrder(1, 0)  # loads grain
-boost.train.run.SAMPLE_TOKENS = 8  # over TP, 120 tokens take about as long as a short run
 gc.freeze()  # otherwise each process scans a third of a million objects at its first collection

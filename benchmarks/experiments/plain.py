@@ -128,10 +128,10 @@ class PlainDecoder(nn.Module):
     sin_SE: Tensor
 
     def __init__(self, model: ModelConfig, seq_len: int, dtype: torch.dtype) -> None:
-        """Computes in `dtype` on sequences of up to `seq_len` tokens. Raises ValueError for a family with latent gates."""
+        """Computes in `dtype` on sequences of up to `seq_len` tokens. Raises ValueError for a family with other mathematics."""
         super().__init__()
-        if model.has_latent_gates:
-            raise ValueError("latent crossing is not implemented in plain modules; use model.family dense, svd or cola")
+        if not architecture.is_usual(model):
+            raise ValueError("only usual linears are implemented in plain modules; use model.family dense, svd or cola")
         self.model, self.dtype = model, dtype
         self.embed = PlainEmbedding(model.vocab_size, model.dim)
         self.blocks = nn.ModuleList(PlainBlock(model, layer) for layer in range(model.layers))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from boost.cli.terminal import new_table, print_fact, print_table, result_console
 from boost.config import Config, load
+from boost.config.architecture import different_blocks, groups
 from boost.config.attention import context_notes
 from boost.config.layouts import spec_of
 from boost.config.stages import stages
@@ -202,10 +203,8 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 def _print_weights(console: "Console", inspection: "Inspection") -> None:
     model = inspection.config.model
     alike = "the same in every block"
-    if model.has_latent_gates:
-        alike += " except the first, which has no latent gates"
-    if any(name.startswith("layers.") for name in model.ranks):
-        alike = f"of block {inspection.layer}; ranks differ between blocks"
+    if len({groups(model, layer) for layer in different_blocks(model)}) > 1:
+        alike = f"of block {inspection.layer}; others differ"
     console.print(f"\nweights ({alike})", style="bold")
     table = new_table(("name", "global", "local", "sharding"), right=("global", "local"))
     for weight in inspection.weights:

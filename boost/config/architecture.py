@@ -7,7 +7,7 @@ tensors.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +28,8 @@ class Parameter:
     shape: tuple[int, ...]
     role: str
     """embed | head | tied (both) | norm | final_norm | {enter,leave}.{inner,outer,weight} | q.{outer,weight} and kv.{outer,weight}
-    (outputs are heads) | o.{inner,weight} (inputs are heads) | bias.{q,kv,o} | qk_norm | latent.rows and latent.whole (latent norms
-    and gates; latent.rows may be sharded along the rank) | select.{enter,leave,o} (not trained)"""
+    (outputs are heads) | o.{inner,weight} (inputs are heads) | bias.{q,kv,o} | qk_norm | latent.rows and latent.whole (extra
+    parameters of linears; latent.rows may be sharded along the rank) | select.{enter,leave,o} (not trained)"""
     initial: Initial | None = None
     """Initial values; None: those of its role."""
 
@@ -57,6 +57,11 @@ class Slot:
     bias: bool = False
     """Whether y also has a bias [d_out]."""
 
+    @property
+    def short(self) -> str:
+        """Its name within its sublayer, such as q."""
+        return self.name.partition(".")[2]
+
 
 MapKind = Literal["inner", "outer", "weight", "select"]
 """From a linear's input to latents, from latents to its output, or both at once; or an index of its inputs."""
@@ -71,11 +76,11 @@ class GroupSpec:
     slots: tuple[Slot, ...]
 
     def __post_init__(self) -> None:
-        numbers = ((len(s.linear.inner), len(s.linear.outer), len(s.linear.select)) for s in self.slots)
-        if len(set(numbers)) > 1:
+        kinds = {slot.linear.alike for slot in self.slots}
+        if len(kinds) > 1:
             names = ", ".join(slot.name for slot in self.slots)
             raise ConfigError(
-                f"{names} share an input, so they must have equally many inner maps, outer maps and selects"
+                f"{names} share an input, so they must have equally many maps and the same extra parameters"
             )
 
     @property
@@ -102,6 +107,28 @@ class GroupSpec:
                 result.append(Parameter(f"{prefix}.{slot.name}.{own.name}", shape, role, own.initial))
         return tuple(result)
 
+    @property
+    def kind(self) -> Linear:
+        """What its linears have in common: a linear's own `carries`, `mixes_elements` and `sums`."""
+        return self.slots[0].linear
+
+    def extras(self, prefix: str) -> dict[str, tuple[Parameter, ...]]:
+        """The extra parameters by the name of the tensor that stores them: `norm_weight` of all slots, or `gate_weight_q`."""
+        stored: dict[str, tuple[Parameter, ...]] = {}
+        for part in zip(*(slot.linear.extra for slot in self.slots), strict=True):
+            made = [
+                Parameter(f"{prefix}.{slot.name}.{own.name}", own.shape, _LATENT[own.is_whole], own.initial)
+                for slot, own in zip(self.slots, part, strict=True)
+            ]
+            if part[0].is_joined:
+                stored[part[0].name] = tuple(made)
+            else:
+                stored |= {f"{part[0].name}_{slot.short}": (one,) for slot, one in zip(self.slots, made, strict=True)}
+        return stored
+
+
+_LATENT = ("latent.rows", "latent.whole")
+"""Roles of extra parameters, by `Extra.is_whole`."""
 
 _AT_HEADS: dict[tuple[str, str], str] = {
     **{("attn.q", kind): "q" for kind in ("outer", "weight")},
@@ -152,9 +179,17 @@ def attention_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> t
     return *biases, *(Parameter(f"{prefix}.{name}.norm", (model.head_dim,), "qk_norm") for name in normed)
 
 
-def has_latent_gate(model: ModelConfig, layer: int) -> bool:
-    """Whether block `layer` receives latents from the previous block."""
-    return model.has_latent_gates and layer > 0
+def taken(model: ModelConfig, layer: int) -> tuple[GroupSpec, ...]:
+    """The groups of the previous block that carry their latents to block `layer`, in order; none for the first block, nor for one
+    after the last."""
+    if not 0 < layer < model.layers:
+        return ()
+    return tuple(group for group in groups(model, layer - 1) if group.kind.carries != "nothing")
+
+
+def carries(model: ModelConfig) -> bool:
+    """Whether latents pass from any block to the next."""
+    return any(taken(model, layer + 1) for layer in different_blocks(model))
 
 
 def slot_of(model: ModelConfig, name: str) -> Slot:
@@ -165,7 +200,8 @@ def slot_of(model: ModelConfig, name: str) -> Slot:
 
 
 def first_alike(model: ModelConfig, layer: int) -> int:
-    """The first block with the same linears as block `layer`, and with latent gates and rotary embeddings if it has them."""
+    """The first block with the same linears as block `layer`, fed by as many latents of the previous block, and with rotary
+    embeddings if it has them."""
     return _first_alike(model)[layer]
 
 
@@ -182,53 +218,21 @@ def linears(model: ModelConfig) -> Iterator[Slot]:
 @functools.lru_cache(maxsize=256)
 def is_usual(model: ModelConfig) -> bool:
     """Whether every linear is W x, or B act(A x) with an activation of BOOST."""
-    return model.math == ModelConfig.math and all(slot.linear.is_pair or not model.low_rank for slot in linears(model))
+    usual = (slot.linear.is_pair or not model.low_rank for slot in linears(model))
+    return model.math == ModelConfig.math and not carries(model) and all(usual)
 
 
 def is_product(model: ModelConfig) -> bool:
     """Whether every linear is a product W = B A, which does not depend on the basis of its latents."""
-    return is_usual(model) and model.low_rank and model.latent_act == "none" and not model.has_latent_gates
+    return is_usual(model) and model.low_rank and model.latent_act == "none"
 
 
 @functools.lru_cache(maxsize=256)
 def _first_alike(model: ModelConfig) -> tuple[int, ...]:
     first: dict[object, int] = {}
-    kinds = ((groups(model, n), has_latent_gate(model, n), n in model.nope_layers) for n in range(model.layers))
+    arriving = ([(group.name, group.up_widths) for group in taken(model, n)] for n in range(model.layers))
+    kinds = ((groups(model, n), tuple(prev), n in model.nope_layers) for n, prev in enumerate(arriving))
     return tuple(first.setdefault(kind, n) for n, kind in enumerate(kinds))
-
-
-def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> dict[str, tuple[Parameter, ...]]:
-    """Parameters of a group's latent LayerNorms and gates, by the name of the fused tensor that holds them.
-
-    LayerNorm: `norm_weight` and `norm_bias` [r]. Dense gate: `gate_weight` [r, r] and `gate_bias` [r]. Tensor gate: `gate_rows`
-    [a, a] and `gate_columns` [b, b], applied to a latent as an [a, b] matrix. The LayerNorm parameters for all slots share one
-    tensor. Gate parameters have one tensor per slot (`gate_weight_q`), because ranks may differ.
-    """
-    shapes: dict[str, Callable[[int], tuple[int, ...]]] = {"norm_weight": lambda r: (r,), "norm_bias": lambda r: (r,)}
-    if model.gate == "dense":
-        shapes |= {"gate_weight": lambda r: (r, r), "gate_bias": lambda r: (r,)}
-    elif model.gate == "tensor":
-        shapes |= {
-            "gate_rows": lambda r: (tensor_shape(r)[0],) * 2,
-            "gate_columns": lambda r: (tensor_shape(r)[1],) * 2,
-        }
-    stored: dict[str, tuple[Parameter, ...]] = {}
-    for name, shape in shapes.items():
-        role = "latent.whole" if name == "gate_columns" else "latent.rows"
-        of_slots = {
-            slot: Parameter(f"{prefix}.{slot.name}.{name}", shape(slot.linear.up_width), role) for slot in group.slots
-        }
-        if name.startswith("norm_"):
-            stored[name] = tuple(of_slots.values())
-        else:
-            stored |= {f"{name}_{slot.name.partition('.')[2]}": (gate,) for slot, gate in of_slots.items()}
-    return stored
-
-
-def tensor_shape(rank: int) -> tuple[int, int]:
-    """(a, b) with a b = rank, a <= b, and a as large as possible."""
-    a = next(a for a in range(math.isqrt(rank), 0, -1) if rank % a == 0)
-    return a, rank // a
 
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
@@ -240,9 +244,8 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         for kind in (*map_kinds(model), "select"):
             yield from group.maps(prefix, kind)
         yield from attention_parameters(model, group, prefix)
-        if has_latent_gate(model, layer):
-            for parameters_of_slots in latent_gate_parameters(model, group, prefix).values():
-                yield from parameters_of_slots
+        for stored in group.extras(prefix).values():
+            yield from stored
 
 
 def embedding(model: ModelConfig) -> Parameter:
@@ -286,14 +289,10 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
     """FLOPs per token in one block. Attention takes 6 * heads_dim * seq_len for its two products over the causal half of the
-    scores: 2 products * 2 FLOPs * heads_dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies each latent, as an
-    a x b matrix, by an a x a and a b x b matrix."""
+    scores: 2 products * 2 FLOPs * heads_dim * seq_len / 2 forward, twice that backward."""
     multiplied = 0
     for group in groups(model, layer):
         for kind in map_kinds(model):
             multiplied += sum(parameter.size for parameter in group.maps("", kind))
-        if has_latent_gate(model, layer) and model.gate == "dense":
-            multiplied += sum(rank**2 for rank in group.up_widths)
-        elif has_latent_gate(model, layer) and model.gate == "tensor":
-            multiplied += sum(rank * sum(tensor_shape(rank)) for rank in group.up_widths)
+        multiplied += sum(extra.multiplied for slot in group.slots for extra in slot.linear.extra)
     return 6 * multiplied + 6 * model.heads_dim * seq_len

@@ -24,12 +24,8 @@ class ModelConfig(Tagged):
     """A LLaMA-style decoder with dense or low-rank linears."""
 
     key: ClassVar[str] = "model.family"
-    absent: ClassVar[Values] = {
-        "over": "none", "gate": "none", "rank": None, "ranks": {}, "latent_act": "none", "factor_init": "none",
-    }  # fmt: skip
+    absent: ClassVar[Values] = {"rank": None, "ranks": {}, "latent_act": "none", "factor_init": "none"}
     if TYPE_CHECKING:  # readable for every family: its own field, or the value in `absent`
-        over: str = "none"
-        gate: str = "none"
         rank: int | None = None
         ranks: dict[str, int] = Field(default={})
         latent_act: str = "none"
@@ -41,8 +37,9 @@ class ModelConfig(Tagged):
     math: ClassVar[str] = "boost.models.latents:Math"
     """`module:Class` of its mathematics; imported when a model is built."""
 
-    has_latent_gates: ClassVar[bool] = False
-    """Whether each block's latents pass through a latent gate into the next block."""
+    computed_by: ClassVar[dict[str, str]] = {}
+    """Fields with a value for each formula, and what has the formulas: `math`, or a method. A subclass that adds values brings its
+    own."""
 
     modeling: ClassVar[str] = ""
     """Code with which transformers computes this family: `transformers` (its dense classes), `boost` (our modeling file), or
@@ -148,29 +145,31 @@ class ModelConfig(Tagged):
 
     @property
     def title(self) -> str:
-        """The family with its main choices, such as 'lax over cola, tensor gate'."""
+        """The family with its main choices."""
         return self.family
 
     @property
-    def mixes(self) -> bool:
-        """Whether the latent gate mixes latent dims and therefore needs whole latents."""
-        return self.gate in ("tensor", "dense")
+    def equation(self) -> str:
+        """What a linear computes, in a few words."""
+        return "W x"
+
+    @property
+    def mixing(self) -> str:
+        """How a block combines its latents u with those of the previous block h, if it does."""
+        return "u and h"
 
     def require_implemented(self) -> None:
-        """Raises ConfigError for an activation, an initialization or a gate that neither `boost.models` nor the family computes: a
-        family of another package may declare any."""
-        family = f"model.family = '{self.family}'"
+        """Raises ConfigError for an activation, an initialization or a gate that neither BOOST nor the family computes: a family of
+        another package may declare any."""
+        family, bases = f"model.family = '{self.family}'", type(self).__mro__
         if self.math != ModelConfig.math and not self.low_rank:
             raise ConfigError(f"{family} has whole weights, so its math = '{self.math}' has no effect; remove it")
-        bases = (
-            ("latent_act", LowRankConfig, "math"),
-            ("factor_init", LowRankConfig, "initial"),
-            ("gate", LaXConfig, ""),
-        )
-        for name, base, computed_by in bases:
-            value, known = getattr(self, name), get_args(base.model_fields[name].annotation)
-            is_own = getattr(type(self), computed_by, None) != getattr(base, computed_by, None)
-            if name in type(self).model_fields and value not in known and not is_own:
+        for name, what in self.computed_by.items():
+            owners = [base for base in bases if name in getattr(base, "model_fields", {})]
+            # The class that has the formulas knows the values; if they come with every decoder, the class that has the field first.
+            owner = next((base for base in bases if what in vars(base) and base in owners), owners[-1])
+            value, known = getattr(self, name), get_args(owner.model_fields[name].annotation)  # type: ignore[attr-defined]
+            if value not in known:
                 raise ConfigError(
                     f"model.{name} = '{value}' of {family} is not implemented; valid values: {', '.join(known)}"
                 )
@@ -185,13 +184,6 @@ class ModelConfig(Tagged):
             if name in self.ranks:
                 return self.ranks[name]
         return self.rank
-
-
-class DenseConfig(ModelConfig):
-    """Full-rank linears: y = W x."""
-
-    family: Literal["dense"] = "dense"
-    modeling: ClassVar[str] = "transformers"
 
 
 def _by_linear(table: Any, prefix: str = "") -> Any:
@@ -212,6 +204,7 @@ class LowRankConfig(ModelConfig):
     """Base of the low-rank families: y = B act(A x)."""
 
     low_rank: ClassVar[bool] = True
+    computed_by: ClassVar[dict[str, str]] = {"latent_act": "math", "factor_init": "initial"}
     recipe: ClassVar[Values] = {"mlp_silu": True, "latent_act": "none", "factor_init": "xavier"}
 
     rank: Width
@@ -234,6 +227,11 @@ class LowRankConfig(ModelConfig):
         dim = values.get("dim", cls.model_fields["dim"].default)
         rank = max(dim // 4, 1) if isinstance(dim, int) else None
         return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}
+
+    @property
+    def equation(self) -> str:
+        """What a linear computes, in a few words."""
+        return "B A x" if self.latent_act == "none" else f"B {self.latent_act}(A x)"
 
     def linear(self, layer: int, size: Size) -> Linear:
         """B act(A x)."""
@@ -278,56 +276,6 @@ class LowRankConfig(ModelConfig):
             most, field = (self.dim, "model.dim") if slot.startswith("attn") else (narrow, bound)
             if rank > most:
                 yield f"model.ranks.{name} = {rank} exceeds {field} = {most}; largest valid value: {most}"
-
-
-class SVDConfig(LowRankConfig):
-    """Low-rank linears without an activation: y = B (A x)."""
-
-    family: Literal["svd"] = "svd"
-    modeling: ClassVar[str] = "boost"
-
-
-class CoLAConfig(LowRankConfig):
-    """Low-rank linears with an activation on the latents (CoLA): y = B silu(A x)."""
-
-    family: Literal["cola"] = "cola"
-    modeling: ClassVar[str] = "boost"
-    recipe: ClassVar[Values] = {"mlp_silu": True, "latent_act": "silu", "factor_init": "cola"}
-
-
-class LaXConfig(LowRankConfig):
-    """svd or cola linears whose latents also feed the next block through a gate (LaX)."""
-
-    has_latent_gates: ClassVar[bool] = True
-    family: Literal["lax"] = "lax"
-    modeling: ClassVar[str] = "boost"
-
-    over: Literal["svd", "cola"] = "cola"
-    """Family of the low-rank linears."""
-
-    gate: Literal["identity", "tensor", "dense"] = "identity"
-    """Gate applied to the previous block's latents. identity: keeps them unchanged. tensor: two small matrices, a x a and b x b,
-    with a b = rank and a as close to b as possible. dense: a rank x rank linear."""
-
-    @classmethod
-    def kind(cls, values: Values) -> type["ModelConfig"]:
-        """The family of the linears, `over`."""
-        return cls.find(values.get("over", cls.model_fields["over"].default)) or cls
-
-    @property
-    def title(self) -> str:
-        """The family with its main choices."""
-        return f"lax over {self.over}, {self.gate} gate"
-
-    def problems(self, config: WholeConfig) -> Iterator[str]:
-        """A linear's latents feed the same linear of the next block, so it has one rank in all blocks."""
-        for name in self.ranks:
-            if name.startswith("layers."):
-                yield (
-                    f"model.ranks.{name} sets the rank in one block, but with model.family = 'lax', it must be the same in all "
-                    f"blocks, because latents feed the next block; use ranks.{name.partition('.')[2].partition('.')[2]}"
-                )
-        yield from super().problems(config)
 
 
 AnyFamily = TypeVar("AnyFamily", bound=type[ModelConfig])

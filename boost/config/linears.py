@@ -5,7 +5,7 @@ Layouts, storage, initialization, the planner and optimizers know parameters by 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from boost.errors import ConfigError
 
@@ -13,6 +13,9 @@ Initial = float | str | Callable[..., Any]
 """A parameter's initial values: the standard deviation of a normal draw, or a function (parameter, model, seed) -> the whole fp32
 tensor, or its `module:name`. It depends on these arguments alone, so that all meshes start from the same weights, and is defined
 once per module: linears are compared by it."""
+
+FACTORS = "AB"
+"""Names of the maps of a linear that just has a bottleneck."""
 
 SPECTRAL = "boost.models.init:spectral"
 """Initial value of A and B: the truncated SVD of the dense linear's own initial weight."""
@@ -38,6 +41,21 @@ class Map:
 
 
 @dataclass(frozen=True)
+class Extra:
+    """A parameter of a linear beside its maps, which `Math.mix` and `Math.normalize` read. `shape`: of the whole parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    initial: Initial
+    is_whole: bool = False
+    """Whether every process needs all of it. False: a process that has some elements of each latent has as many of its rows."""
+    is_joined: bool = False
+    """Whether the linears that share an input store it as one tensor, which mathematics reads at once."""
+    multiplied: int = 0
+    """Multiplications with its elements per token, for FLOPs."""
+
+
+@dataclass(frozen=True)
 class Select(Map):
     """Inputs of a linear that are used as they are, x[:, index]. `initial`: a function that returns the index, int64 [width],
     distinct inputs in any order. It is stored as weights are, but not trained."""
@@ -47,15 +65,27 @@ class Select(Map):
 class Linear:
     """y = W x (`weight`), or y = B h (`outer`) with h = act(u), where u is the results of the `inner` maps side by side, then the
     selected inputs (`select`). act may change the width, as a gate does from 2 r to r. Several outer maps read h in turn, and their
-    results are added. Raises ConfigError for anything else."""
+    results are added. Raises ConfigError for anything else.
+
+    If it has `extra` parameters, or the same linear of the previous block `carries` its latents h to this one, act is preceded by
+    the family's `Math.mix` and `Math.normalize`.
+    """
 
     inner: tuple[Map, ...] = ()
     outer: tuple[Map, ...] = ()
     weight: tuple[Map, ...] = ()
     select: tuple[Select, ...] = ()
+    extra: tuple[Extra, ...] = ()
+    carries: Literal["nothing", "latents"] = "nothing"
+    """What the same linear of the next block gets."""
+    mixes_elements: bool = False
+    """Whether `Math.mix` needs each latent of the previous block whole."""
+    sums: int = 0
+    """Numbers per token that `Math.normalize` needs, summed over the shards of a latent in fp64."""
 
     def __post_init__(self) -> None:
-        names = [part.name for part in (*self.inner, *self.outer, *self.weight, *self.select)]
+        maps = (*self.inner, *self.outer, *self.weight, *self.select)
+        names = [part.name for part in maps] + [part.name for part in self.extra]
         if len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
             raise ConfigError(f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G")
         kinds = bool(self.inner), bool(self.outer), len(self.weight), bool(self.weight and self.select)
@@ -70,8 +100,15 @@ class Linear:
 
     @property
     def is_pair(self) -> bool:
-        """Whether it has just factors A and B."""
-        return [part.name for part in (*self.inner, *self.outer, *self.select)] == ["A", "B"]
+        """Whether it has just factors A and B, of one rank."""
+        maps = (*self.inner, *self.outer, *self.select)
+        return "".join(part.name for part in maps) == FACTORS and self.down_width == self.up_width
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What linears that share an input have in common."""
+        numbers = len(self.inner), len(self.outer), len(self.select)
+        return *numbers, self.carries, self.mixes_elements, self.sums, *(extra.name for extra in self.extra)
 
     @property
     def down_width(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from boost.config.architecture import is_product
+from boost.config.architecture import carries, is_product
 from boost.config.section import Count, Decay, Fraction, Natural, NonNegative, Positive, Tagged, Values, WholeConfig
 
 
@@ -210,7 +210,7 @@ class LOROConfig(OptimConfig):
         yield from super().problems(config)
         model = config.model
         if model.low_rank and not is_product(model):
-            has_act = model.latent_act != "none" and not model.has_latent_gates
+            has_act = model.latent_act != "none" and not carries(model)
             what = f"model.latent_act = '{model.latent_act}'" if has_act else f"model.family = '{model.family}'"
             yield (
                 f"optim.name = 'loro' changes the basis of the latents, to which {what} is not invariant; use "

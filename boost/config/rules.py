@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from boost.config import layouts  # names are looked up when used: the layouts' specifications import this package
 from boost.config.architecture import block_parameters, linears
-from boost.config.linears import SPECTRAL
+from boost.config.linears import FACTORS, SPECTRAL
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.section import nearest
 from boost.errors import ConfigError
@@ -60,14 +60,14 @@ def _model_problems(config: Config) -> Iterator[str]:
             f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
         )
     for slot in linears(model):
-        maps, family = slot.linear, f"model.family = '{model.family}'"
-        if model.has_latent_gates and maps.down_width != maps.up_width:
-            widths = f"{maps.down_width} and {maps.up_width}"
-            yield f"{family}: the latent gate of {slot.name} needs inner and outer maps of one width, not {widths}"
-        ranks = {part.width for part in (*maps.inner, *maps.outer) if part.name in ("A", "B")}
-        for part in (*maps.inner, *maps.outer):
-            if part.initial == SPECTRAL and (part.name not in ("A", "B") or ranks != {part.width}):
-                yield f"model.factor_init = 'spectral' defines A and B, but not {part.name} of {family}; use 'cola' or 'xavier'"
+        maps = (*slot.linear.inner, *slot.linear.outer)
+        drawn = [(part.name, part.width) for part in maps if part.initial == SPECTRAL]
+        if drawn and drawn != [(name, drawn[0][1]) for name in FACTORS]:
+            names = ", ".join(f"{part.name} ({part.width})" for part in maps)
+            yield (
+                f"model.factor_init = 'spectral' defines A and B of one rank, but {slot.name} of model.family = '{model.family}' "
+                f"has {names}; use 'cola' or 'xavier'"
+            )
     is_default = model.head_dim == max(model.dim // model.heads, 1)
     if model.dim % 2 and is_default:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
@@ -142,10 +142,10 @@ def _parallel_problems(config: Config) -> Iterator[str]:
     elif not spec.suits(model):
         what = "low-rank factors" if spec.low_rank else "dense linears"
         has = "none" if model.low_rank else "dense linears only"
-        families = "'dense'" if model.low_rank else "'svd', 'cola' or 'lax'"
+        families = [name for name, family in ModelConfig.choices.items() if family.low_rank != model.low_rank]
         yield (
             f"parallel.layout = '{spec.name}' shards {what}, but model.family = '{model.family}' has {has}; use "
-            f"{_either(layouts.layouts_of(model))}, or model.family = {families}"
+            f"{_either(layouts.layouts_of(model))}, or model.family = {_either(families)}"
         )
     yield from _indivisible(config)
     yield from parallel.problems(config)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -78,10 +78,15 @@ PLUGINS = "boost.plugins"
 """Entry-point group of installed packages whose modules define families, optimizers or schedules, or register layouts."""
 
 
+BUILT_IN = "boost.families"
+"""The package of our own families, which register themselves as plugins do. In a message, they stand in its order."""
+
+
 @functools.cache
 def load_plugins() -> None:
     """Imports the modules that installed packages name in the entry-point group `PLUGINS`; their classes register themselves.
     Raises ConfigError if one of them cannot be imported."""
+    import_module(BUILT_IN)
     for point in metadata.entry_points(group=PLUGINS):
         try:
             point.load()
@@ -137,6 +142,8 @@ class Tagged(Section):
         """The class for a tag value, built in or from an installed package; None if there is none."""
         if not isinstance(value, str):
             return None
+        if value not in cls.choices:
+            import_module(BUILT_IN)
         if value not in cls.choices:
             load_plugins()
         return cls.choices.get(value)

@@ -5,14 +5,7 @@ is summed. The runtime and the planner both read the axes; a test compares the t
 import itertools
 from collections.abc import Callable, Iterator
 
-from boost.config.architecture import (
-    GroupSpec,
-    Parameter,
-    attention_parameters,
-    groups,
-    has_latent_gate,
-    latent_gate_parameters,
-)
+from boost.config.architecture import GroupSpec, Parameter, attention_parameters, groups
 from boost.config.schema import ModelConfig, ParallelConfig
 
 
@@ -39,8 +32,7 @@ def fused_block(model: ModelConfig, layer: int, placement: Callable[[str], objec
         yield (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),)
     for group in groups(model, layer):
         yield from fused_weights(model, group, prefix, placement)
-        if has_latent_gate(model, layer):
-            yield from latent_gate_parameters(model, group, prefix).values()
+        yield from group.extras(prefix).values()
         yield from ((parameter,) for parameter in attention_parameters(model, group, prefix))
 
 

@@ -367,7 +367,7 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
     own = _modeling(model)
     if own == "transformers":
         return "llama"
-    if own != "boost" or model.has_latent_gates:
+    if own != "boost":
         return "boost"
     kind = model_type(model, "merged")
     if is_product(model) and merge and kind:

@@ -178,7 +178,7 @@ def _convert(
     file_bytes: int,
     nonfinite: bool,
 ) -> Imported:
-    if how is not None and weights.model.family != "dense":
+    if how is not None and weights.model.low_rank:
         raise ConfigError(
             f"--rank, --energy and --budget factorize dense weights, but '{source}' has model.family = "
             f"'{weights.model.family}'; remove these flags"

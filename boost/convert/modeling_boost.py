@@ -1,13 +1,12 @@
 """BOOST's low-rank decoders for Hugging Face transformers: every linear in a LLaMA block is y = B act(A x).
 
-One file supports three families: svd (no activation), cola (silu) and lax. In lax, a block's latents are combined with those of
-the same linears in the previous block: u = LayerNorm(A x + G(previous h)), where the gate G is the identity, two small matrices or
-a linear (arXiv 2502.10940, 2505.21732). Requires only torch and transformers:
+act is silu (CoLA, arXiv 2502.10940) or the identity; a family with other mathematics adds a file of its own. Requires only torch
+and transformers:
 
     AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
 
 Legend: B batch size, S sequence length, D width of the residual stream, I and O input and output width of a linear, r rank,
-a x b its most balanced factorization, H query heads, E head dimension.
+H query heads, E head dimension.
 """
 
 import inspect
@@ -32,16 +31,13 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 """The cache argument's name in the installed transformers: `cache` since 5.24, `past_key_values` before. Before 5.24, `cache` was
 the paged cache of continuous batching, which attention implementations update; now it is an ordinary cache."""
 
-LATENT_EPS = 1e-6
-"""Epsilon for the LayerNorm over latents."""
-
 
 class BoostConfig(PretrainedConfig):
     """LLaMA's fields, and the fields of the bottleneck.
 
     rank: r for every linear; ranks: exceptions by name (attn, mlp.down, layers.3.attn.q; the most specific name applies);
     rope_factor, rope_low_freq, rope_high_freq, rope_original_len: Llama 3.1's RoPE scaling (factor 1: none);
-    latent_act: silu or none; gate: type of the latent gates (none: no gates); mlp_silu: SwiGLU's own silu;
+    latent_act: silu or none; mlp_silu: SwiGLU's own silu;
     attn_bias: linears of attention with a bias after B (none, qkv or qkvo); qk_norm: RMSNorm of each head's query and key;
     nope_layers: blocks without RoPE.
     """
@@ -50,7 +46,7 @@ class BoostConfig(PretrainedConfig):
     model_type = "boost"
     keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012 (transformers reads a plain list)
     # Tensor parallelism by transformers: heads and MLP channels are sharded, latents are replicated. A block's only collectives are
-    # two all-reduces of r numbers per token, after A of o and A of down. Activations and latent gates see complete latents.
+    # two all-reduces of r numbers per token, after A of o and A of down. Activations see complete latents.
     base_model_tp_plan: ClassVar[dict[str, str] | None] = {
         **{f"layers.*.self_attn.{name}_proj.B": "colwise" for name in "qkv"},
         "layers.*.self_attn.o_proj.A": "rowwise",
@@ -77,7 +73,6 @@ class BoostConfig(PretrainedConfig):
         rank: int | None = None,
         ranks: dict[str, int] | None = None,
         latent_act: str = "silu",
-        gate: str = "none",
         mlp_silu: bool = True,
         head_dim: int | None = None,
         attn_bias: str = "none",
@@ -103,7 +98,6 @@ class BoostConfig(PretrainedConfig):
         self.rank = rank or max(hidden_size // 4, 1)
         self.ranks = ranks or {}
         self.latent_act = latent_act
-        self.gate = gate
         self.mlp_silu = mlp_silu
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.attn_bias, self.qk_norm, self.nope_layers = attn_bias, qk_norm, nope_layers or []
@@ -117,9 +111,8 @@ class BoostConfig(PretrainedConfig):
         rope: Any = kwargs.get("rope_scaling") or kwargs.get("rope_parameters") or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"rope_scaling = {rope} is not supported; set rope_factor, for Llama 3.1's scaling")
-        known = latent_act in ("silu", "none") and gate in ("none", "identity", "tensor", "dense")
-        if self.bottleneck is BoostBottleneck and not known:
-            raise ValueError(f"latent_act = {latent_act!r} with gate = {gate!r} is not supported")
+        if self.bottleneck is BoostBottleneck and latent_act not in ("silu", "none"):
+            raise ValueError(f"latent_act = {latent_act!r} is not supported")
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -174,47 +167,35 @@ class BoostBottleneck(nn.Module):
     """y = B act(A x): A and B are `nn.Linear` with weights [r, I] and [O, r], so that peft can adapt them.
 
     Files in the official CoLA format store the transposes cola_a [I, r] and cola_b [r, O]. transformers converts them when
-    loading and saving. With latent gates, every block except the first adds the gated latents h of the same linear in the previous
-    block.
+    loading and saving.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
         super().__init__()
         rank = config.rank_of(layer, slot)
         self.silu = config.latent_act == "silu"
-        self.gate = config.gate if layer > 0 else "none"
         self.A = nn.Linear(d_in, rank, bias=False)
         has_bias = config.attn_bias != "none" and slot.removeprefix("attn.") in config.attn_bias
         self.B = nn.Linear(rank, d_out, bias=has_bias)
-        if self.gate != "none":
-            self.norm_weight = nn.Parameter(torch.ones(rank))
-            self.norm_bias = nn.Parameter(torch.zeros(rank))
-        if self.gate == "dense":
-            self.gate_weight = nn.Parameter(torch.empty(rank, rank))
-            self.gate_bias = nn.Parameter(torch.empty(rank))
-        elif self.gate == "tensor":
-            a = next(a for a in range(math.isqrt(rank), 0, -1) if rank % a == 0)
-            self.gate_rows = nn.Parameter(torch.empty(a, a))
-            self.gate_columns = nn.Parameter(torch.empty(rank // a, rank // a))
+
+    def initialize(self) -> None:
+        """Draws the weights of a model that is not loaded."""
+        a, b = self.A.weight, self.B.weight
+        std = a.shape[0] ** -0.25 * (a.shape[1] + b.shape[0]) ** -0.25
+        for name, weight in self.named_parameters():
+            if name.endswith(".weight"):
+                nn.init.normal_(weight, std=std)
+        if self.B.bias is not None:
+            nn.init.zeros_(self.B.bias)
+
+    def act(self, u_BSr: Tensor) -> Tensor:
+        """The activation of latents."""
+        return F.silu(u_BSr) if self.silu else u_BSr
 
     def forward(self, x_BSI: Tensor, prev_latents_BSr: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns y [B, S, O], and the latents h [B, S, r] for the next block."""
-        u_BSr = self.A(x_BSI)
-        if self.gate != "none":
-            u_BSr = u_BSr + self._gated(prev_latents_BSr)
-            # Weight and bias are applied outside: on CPUs, layer_norm's backward would sum their gradients in u's dtype.
-            u_BSr = F.layer_norm(u_BSr, u_BSr.shape[-1:], eps=LATENT_EPS)
-            u_BSr = torch.addcmul(self.norm_bias.to(u_BSr.dtype), u_BSr, self.norm_weight.to(u_BSr.dtype))
-        h_BSr = F.silu(u_BSr) if self.silu else u_BSr
+        """Returns y [B, S, O], and the latents h [B, S, r], which the next block gets as `prev_latents_BSr`."""
+        h_BSr = self.act(self.A(x_BSI))
         return self.B(h_BSr), h_BSr
-
-    def _gated(self, h_BSr: Any) -> Tensor:
-        if self.gate == "dense":
-            return F.linear(h_BSr, self.gate_weight, self.gate_bias)
-        if self.gate == "tensor":
-            h_BSab = h_BSr.unflatten(-1, (self.gate_rows.shape[0], self.gate_columns.shape[0]))
-            return (self.gate_rows @ h_BSab @ self.gate_columns.T).flatten(-2)
-        return h_BSr
 
 
 BoostConfig.bottleneck = BoostBottleneck
@@ -351,17 +332,7 @@ class BoostPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initializes a model that is created from a configuration. Does not apply to weights loaded from a checkpoint."""
         if isinstance(module, BoostBottleneck):
-            a, b = module.A.weight, module.B.weight
-            std = a.shape[0] ** -0.25 * (a.shape[1] + b.shape[0]) ** -0.25
-            for name, weight in module.named_parameters():
-                if name == "B.bias":
-                    nn.init.zeros_(weight)
-                elif name.startswith("norm_"):
-                    nn.init.constant_(weight, float(name == "norm_weight"))
-                elif name.startswith("gate_"):
-                    nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
-                else:
-                    nn.init.normal_(weight, std=std)
+            module.initialize()
         elif isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, BoostRMSNorm):

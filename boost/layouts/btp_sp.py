@@ -32,7 +32,7 @@ class BTPSP(TokenSharded):
             flow.arrived = u_TR, prev_TR
             return
         local = group.policy.local
-        h_TR, kept = local(group.activate, u_TR, prev_TR) if group.takes_prev else group.activate(u_TR)
+        h_TR, kept = local(group.activate, u_TR, prev_TR) if group.mixes else group.activate(u_TR)
         flow.latents += kept
         gathered = self.start(self.to_shards, h_TR)
         yield

@@ -116,7 +116,7 @@ class BTPCP(Ulysses):
         """Sends act(A norm(x)) for this process's tokens or, for projections that send heads, all of their heads. If a group
         sends both, one all-to-all carries everything. Latents go to every process, as in an all-gather."""
         local = group.policy.local
-        h_TR, kept = local(group.activate, u_TR, prev_TR) if group.takes_prev else group.activate(u_TR)
+        h_TR, kept = local(group.activate, u_TR, prev_TR) if group.mixes else group.activate(u_TR)
         flow.latents += kept
         if not any(group.as_heads):
             gathered = self.start(self.to_shards, h_TR)

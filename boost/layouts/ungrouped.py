@@ -32,12 +32,12 @@ class Ungrouped(LinearGroup):
         scaled: Any = u if scale_T1 is None else tuple(scale(u_Tr, scale_T1) for u_Tr in u)
         return super().up(scaled, prev_TR)
 
-    def activate(self, u: Any, prev_TR: Tensor | None = None) -> Any:
-        if not self.takes_prev and not self.feeds_next:
+    def activate(self, u: Any, prev_TR: Tensor | None = None, is_mixed: bool = False) -> Any:
+        if not self.mixes and not self.feeds_next:
             slots = zip(u, self.slot_acts, strict=True)
             return tuple(u_Tr if act is None else act.forward(u_Tr) for u_Tr, act in slots), ()
-        # A latent gate takes all slots.
-        h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR)
+        # What mixes latents, and the next block, take all slots.
+        h_TR, kept = super().activate(torch.cat(u, dim=-1) if isinstance(u, tuple) else u, prev_TR, is_mixed)
         return tuple(h_TR.split(self.up_widths, dim=-1)), kept
 
     def project(self, h: Any) -> Any:

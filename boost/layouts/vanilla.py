@@ -17,7 +17,6 @@ from boost.config.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_BOT
 from boost.layouts.runtime import Replicated
 from boost.models.group import Latents, LinearGroup, Outputs
 from boost.models.interface import Arrived, Flow
-from boost.models.latent_gate import LatentGate
 from boost.parallel import collectives
 
 
@@ -86,33 +85,35 @@ class Vanilla(Replicated):
         flow.add(summed.wait())
 
     def _up(self, flow: Flow, u_TR: Tensor, group: LinearGroup) -> Sequence[Tensor]:
-        """act and this process's columns of B. A latent gate that mixes latents needs all latents of the previous
-        block, and LayerNorm sums over each whole latent."""
-        gate = group.latent_gate
-        if gate is None:
+        """act and this process's columns of B. Mathematics that mixes the elements of latents needs all latents of the previous
+        block, and its sums are over each whole latent."""
+        if group.mixer is None:
             outputs, kept = group.up_runner(group.up, u_TR)
         else:
-            prev_TR = flow.take()
-            if gate.mixes:
+            prev_TR = flow.take() if group.takes_prev else None
+            if prev_TR is not None and group.shape.kind.mixes_elements:
                 prev_TR = collectives.run(GATHER, prev_TR, self.axis)
-            mixed_TR, stats = group.policy.local(self._gated_sum, gate, prev_TR, u_TR)
-            sums = collectives.run(SUM_BOTH, stats, self.axis)
-            outputs, kept = group.policy.local(self._norm_act_and_project, group, gate, mixed_TR, sums)
+            mixed_TR, *own_sums = group.policy.local(self._mix, group, prev_TR, u_TR)
+            sums = [collectives.run(SUM_BOTH, part, self.axis) for part in own_sums]
+            outputs, kept = group.policy.local(self._normalize_and_project, group, mixed_TR, *sums)
         flow.latents += kept
         return outputs
 
-    def _gated_sum(self, gate: LatentGate, prev_TR: Tensor, u_TR: Any) -> tuple[Tensor, Tensor]:
-        """Segment: u + G(h), and its statistics. The gate needs this process's shard of each of the previous block's latents or,
-        if it mixes, each one whole."""
-        prev = prev_TR.split(gate.ranks, dim=-1)
-        if gate.mixes:
-            prev = [collectives.rows_to_features(part, self.axis) for part in prev]
-        mixed_TR = gate.gated_sum(torch.cat(u_TR, dim=-1) if isinstance(u_TR, tuple) else u_TR, prev)
-        return mixed_TR, gate.norm_stats(mixed_TR)
+    def _mix(self, group: LinearGroup, prev_TR: Tensor | None, u_TR: Any) -> tuple[Tensor, ...]:
+        """Segment: u mixed, and its sums if there are any. It needs this process's shard of each of the previous block's latents
+        or, if their elements are mixed, each one whole."""
+        mixer, kind = group.mixer, group.shape.kind
+        assert mixer is not None
+        prev = () if prev_TR is None else prev_TR.split(mixer.prev_widths, dim=-1)
+        if kind.mixes_elements:
+            prev = tuple(collectives.rows_to_features(part, self.axis) for part in prev)
+        mixed_TR = group.math.mix(torch.cat(u_TR, dim=-1) if isinstance(u_TR, tuple) else u_TR, prev, mixer)
+        return (mixed_TR, group.math.sums(mixed_TR, mixer)) if kind.sums else (mixed_TR,)
 
-    def _norm_act_and_project(
-        self, group: LinearGroup, gate: LatentGate, mixed_TR: Tensor, sums: Tensor
+    def _normalize_and_project(
+        self, group: LinearGroup, mixed_TR: Tensor, sums: Tensor | None = None
     ) -> tuple[Sequence[Tensor], Latents]:
-        """Segment: LayerNorm, act and B, given the statistics of whole latents."""
-        h_TR, kept = group.activate(gate.apply_norm(mixed_TR, sums))
+        """Segment: what follows, act and B, given the sums of whole latents."""
+        assert group.mixer is not None
+        h_TR, kept = group.activate(group.math.normalize(mixed_TR, sums, group.mixer), is_mixed=True)
         return group.project(h_TR), kept

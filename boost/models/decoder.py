@@ -17,7 +17,6 @@ from boost.config.stages import Stage, whole
 from boost.models.attention import Context, KVCache, SequenceShare, make_context
 from boost.models.block import TransformerBlock, flows_of, interleave
 from boost.models.fused import FusedModule, local_kv_heads
-from boost.models.group import LinearGroup
 from boost.models.interface import Flow, Layout, Stream, Teaching
 from boost.models.recompute import NO_RECOMPUTE, RecomputePolicy
 
@@ -154,19 +153,15 @@ class Decoder(FusedModule):
 
     def received_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
         """Shapes of the tensors received from the previous stage for `tokens` tokens: the residual stream and latents."""
-        return self._boundary(layout, tokens, [group for group in self._groups_of(0) if group.takes_prev])
+        return self._boundary(layout, tokens, self.stage.numbers[0])
 
     def sent_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
         """Shapes of the tensors that this stage sends to the next one."""
-        return self._boundary(layout, tokens, [group for group in self._groups_of(-1) if group.feeds_next])
+        return self._boundary(layout, tokens, self.stage.numbers[-1] + 1)
 
-    def _groups_of(self, index: int) -> tuple[LinearGroup, ...]:
-        block = self.blocks[index]
-        assert isinstance(block, TransformerBlock)
-        return block.groups
-
-    def _boundary(self, layout: Layout, tokens: int, groups: Sequence[LinearGroup]) -> list[tuple[int, int]]:
-        ranks = [sum(group.shape.up_widths) for group in groups]
+    def _boundary(self, layout: Layout, tokens: int, layer: int) -> list[tuple[int, int]]:
+        """Shapes of what block `layer` gets from the one before."""
+        ranks = [sum(group.up_widths) for group in architecture.taken(self.model, layer)]
         return [layout.residual_shape(tokens), *(layout.latent_shape(rank, tokens) for rank in ranks)]
 
     def _context(

@@ -16,8 +16,7 @@ from boost.config.storage import fused_weights
 from boost.models.attention import Heads, own_head
 from boost.models.fused import FusedModule, Sharding
 from boost.models.kernels import StartCollective, UpProject, linear, projected, scale, select
-from boost.models.latent_gate import LatentGate
-from boost.models.latents import act_of
+from boost.models.latents import Mixer, act_of, math_of
 from boost.models.recompute import RecomputePolicy, call
 
 Latents = tuple[Tensor, ...]
@@ -42,8 +41,8 @@ class LinearGroup:
     """For q, k, v: what turns their products into heads."""
     bias: Tensor
     """For o, if it `adds_bias`."""
-    latent_gate: LatentGate | None
-    """Combines this group's latents with those of the previous block."""
+    mixer: Mixer | None
+    """What comes before act, if the family `mixes` something into the latents."""
     up_widths: list[int]
     """Local width of what each outer map reads."""
 
@@ -52,6 +51,7 @@ class LinearGroup:
     ) -> None:
         model.require_implemented()
         self.shape, self.low_rank, slots = shape, model.low_rank, len(shape.slots)
+        self.math = math_of(model)
         inner, selects = shape.maps("", "inner"), shape.maps("", "select")
         placed = [(part, layout.placement(part.role)) for part in (*inner, *selects)]
         self.down_widths = [local_shape(part, placement, layout.size)[0] for part, placement in placed]
@@ -65,10 +65,14 @@ class LinearGroup:
         """Which shard of the inputs this process has."""
         self.as_heads = [layout.crosses_as_heads(slot) for slot in shape.slots]
         """For each slot, whether this process computes all heads of its tokens, which are then exchanged."""
-        self.takes_prev = architecture.has_latent_gate(model, layer)
-        """Whether these latents are combined with the previous block's."""
-        self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
+        taken = architecture.taken(model, layer)
+        self.before = next((group for group in taken if group.name == shape.name), None)
+        """This group of the previous block, if it carries its latents to this one."""
+        self.takes_prev = self.before is not None
+        self.feeds_next = any(group.name == shape.name for group in architecture.taken(model, layer + 1))
         """Whether the next block uses these latents."""
+        self.mixes = self.takes_prev or bool(shape.kind.extra)
+        """Whether the family's mathematics does more with the latents than act."""
         self.adds_bias = shape.side == "leave" and shape.slots[0].bias
         weights = zip(shape.slots, shape.maps("", "outer" if model.low_rank else "weight"), self.as_heads, strict=False)
         is_copy = [slot.kv and layout.placement(w.role).dim is None and not heads for slot, w, heads in weights]
@@ -83,10 +87,10 @@ class LinearGroup:
         """Whether hand-written autograd nodes use weights. They do not if a whole block is recomputed, because
         recomputation stops before the last GEMM only if that GEMM is a separate node."""
         has_backward = self.act is None or self.act.backward is not None
-        passes = self.takes_prev or self.feeds_next
-        self.is_one_node = self.low_rank and self.is_hand_written and has_backward and not passes
+        only_acts = not (self.mixes or self.feeds_next)
+        self.is_one_node = self.low_rank and self.is_hand_written and has_backward and only_acts
         """Whether `up` is one autograd node that saves only the latents. This requires an activation with a backward, and latents
-        that neither depend on the previous block's latents nor pass to the next block."""
+        that nothing else is mixed into and that do not pass to the next block."""
         self.up_runner = call if self.is_one_node else policy.local
         """Runs `up` as a segment of its own, unless it saves only the latents anyway."""
 
@@ -145,10 +149,10 @@ class LinearGroup:
         h_TR, kept = self.activate(u_TR if scale_T1 is None else scale(u_TR, scale_T1), prev_TR)
         return self.project(h_TR), kept
 
-    def activate(self, u_TR: Tensor, prev_TR: Tensor | None = None) -> tuple[Tensor, Latents]:
-        """u -> (h = act(u), latents for the next block); u first passes the latent gate."""
-        if prev_TR is not None and self.latent_gate is not None:
-            u_TR = self.latent_gate(u_TR, prev_TR)
+    def activate(self, u_TR: Tensor, prev_TR: Tensor | None = None, is_mixed: bool = False) -> tuple[Tensor, Latents]:
+        """u -> (h = act(u), latents for the next block). Before act, u is mixed, unless it `is_mixed` already."""
+        if self.mixer is not None and not is_mixed:
+            u_TR = self.mixer(u_TR, prev_TR)
         h_TR = u_TR if self.act is None else self.act.forward(u_TR)
         return h_TR, (h_TR,) if self.feeds_next else ()
 
@@ -165,7 +169,7 @@ class Dense(LinearGroup):
     def down(self, x_TI: Tensor, gamma_I: Tensor | None = None) -> Tensor:
         return x_TI if self.shape.side == "enter" else linear(x_TI, self.inner)
 
-    def activate(self, u_TR: Tensor, prev_TR: Tensor | None = None) -> tuple[Tensor, Latents]:
+    def activate(self, u_TR: Tensor, prev_TR: Tensor | None = None, is_mixed: bool = False) -> tuple[Tensor, Latents]:
         return u_TR, ()
 
     def project(self, h_TR: Tensor) -> Sequence[Tensor]:
@@ -203,7 +207,7 @@ class FusedLinearGroup(LinearGroup, FusedModule):
             self.add_fused_param(self._up[-1], parameters, layout)
         self.up_widths = [getattr(self, name).shape[1] for name in self._up]
         self._uses_all_rows = not any(self.own_heads)
-        self.latent_gate = LatentGate(model, shape, prefix, layout) if self.takes_prev else None
+        self.mixer = Mixer(self.math, shape, self.before, prefix, layout) if self.mixes else None
 
     def weights(self) -> Sequence[Tensor]:
         stored = [getattr(self, name) for name in self._up]

@@ -43,7 +43,7 @@ def initialize(decoder: Decoder, seed: int, over: Callable[[list[FusedParam]], I
 
 def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
     """A parameter's whole initial tensor, fp32 on the CPU."""
-    initial, kind = parameter.initial, parameter.name.rpartition(".")[2]
+    initial = parameter.initial
     if isinstance(initial, str):
         initial = pkgutil.resolve_name(initial)
     if callable(initial):
@@ -54,14 +54,27 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
         return made
     if initial is not None:
         return _draw(torch.randn, parameter.shape, parameter.name, seed).mul_(initial)
-    if kind in ("norm_bias", "bias"):
-        return torch.zeros(parameter.shape, dtype=torch.float32)
-    if parameter.role in ("norm", "final_norm", "qk_norm") or kind == "norm_weight":
-        return torch.ones(parameter.shape, dtype=torch.float32)
-    if kind.startswith("gate_"):  # kaiming-uniform by fan-in, as in torch.nn.Linear
-        bound = parameter.shape[-1] ** -0.5
-        return _draw(torch.rand, parameter.shape, parameter.name, seed).mul_(2 * bound).sub_(bound)
+    if parameter.role.startswith("bias."):
+        return zeros(parameter, model, seed)
+    if parameter.role in ("norm", "final_norm", "qk_norm"):
+        return ones(parameter, model, seed)
     return _draw(torch.randn, parameter.shape, parameter.name, seed).mul_(model.init_std)
+
+
+def zeros(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
+    """Initial value 0."""
+    return torch.zeros(parameter.shape, dtype=torch.float32)
+
+
+def ones(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
+    """Initial value 1."""
+    return torch.ones(parameter.shape, dtype=torch.float32)
+
+
+def as_linear(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
+    """Kaiming-uniform by the last dimension, as torch.nn.Linear draws its weight, and its bias if that is as long as its input."""
+    bound = parameter.shape[-1] ** -0.5
+    return _draw(torch.rand, parameter.shape, parameter.name, seed).mul_(2 * bound).sub_(bound)
 
 
 def require_index(index_K: Tensor, parameter: Parameter, model: ModelConfig) -> None:

@@ -3,7 +3,7 @@
 import functools
 import operator
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from boost.config.architecture import GroupSpec
 from boost.config.schema import ModelConfig
+from boost.errors import ConfigError
+from boost.models.fused import FusedModule, Sharding
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,73 @@ ACTS: dict[str, Act | None] = {"none": None, "silu": Act(F.silu, torch.ops.aten.
 """Activations by `model.latent_act`; None: the identity."""
 
 
+class Mixer(FusedModule):
+    """What a family does to the latents of linears that share an input before act: their extra parameters (`Linear.extra`), and
+    the widths of their latents."""
+
+    def __init__(self, math: "Math", shape: GroupSpec, before: GroupSpec | None, prefix: str, layout: Sharding) -> None:
+        """`before`: the same group of the previous block, if it carries its latents to this one."""
+        super().__init__()
+        self.math, self.whole_widths = math, shape.down_widths
+        widths, prev = shape.down_widths, before.up_widths if before else ()
+        self.widths, self.prev_widths = (
+            tuple(layout.latent_shape(width, layout.size)[1] for width in of_slots) for of_slots in (widths, prev)
+        )
+        """Width of each slot's shard on this process, in this block and in the one before."""
+        self.names = [slot.short for slot in shape.slots]
+        for name, parameters in shape.extras(prefix).items():
+            self.add_fused_param(name, parameters, layout)
+
+    def forward(self, u_TR: Tensor, prev_TR: Tensor | None = None) -> Tensor:
+        """u, mixed and normalized, if this process holds whole latents."""
+        prev = () if prev_TR is None else prev_TR.split(self.prev_widths, dim=-1)
+        return self.math.normalize(self.math.mix(u_TR, prev, self), None, self)
+
+    def of(self, name: str, slot: int) -> Tensor:
+        """This process's rows of the parameter of one slot."""
+        parameter: Tensor = getattr(self, f"{name}_{self.names[slot]}")
+        return parameter
+
+    def joined(self, name: str) -> Tensor:
+        """The same of all slots, for a parameter that `is_joined`."""
+        parameter: Tensor = getattr(self, name)
+        return parameter
+
+
 class Math:
-    """The mathematics of a family, for all linears of a model. A family names its own class in `ModelConfig.math`."""
+    """The mathematics of a family, for all linears of a model. A family names its own class in `ModelConfig.math`.
+
+    For linears with extra parameters, or with latents from the previous block, u = normalize(mix(u)) comes before act. Legend: R
+    latent width of all slots side by side, or of this process's shard of each.
+    """
 
     act: Act | None
     """None: the identity."""
 
     def __init__(self, model: ModelConfig) -> None:
+        if model.latent_act not in ACTS:
+            raise ConfigError(
+                f"model.latent_act = '{model.latent_act}' is not implemented; valid values: {', '.join(ACTS)}"
+            )
         self.act = ACTS[model.latent_act]
 
     def act_for(self, widths: tuple[int, ...]) -> Act | None:
         """`act`, for a u whose parts (each inner map's results, then selected inputs) have these widths in this process."""
         return self.act
+
+    def mix(self, u_TR: Tensor, prev: Sequence[Tensor], mixer: Mixer) -> Tensor:
+        """Combines u with the previous block's latents, if any: one [T, r] per slot, whole if `Linear.mixes_elements`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no `mix`, but its linears have extra parameters or latents to mix"
+        )
+
+    def sums(self, mixed_TR: Tensor, mixer: Mixer) -> Tensor:
+        """[T, `Linear.sums` of every slot], fp64: what `normalize` needs of whole latents, from this process's shard."""
+        raise NotImplementedError(f"{type(self).__name__} has no `sums`, but its linears declare some")
+
+    def normalize(self, mixed_TR: Tensor, sums: Tensor | None, mixer: Mixer) -> Tensor:
+        """`sums`: over all shards; None if this process has whole latents."""
+        return mixed_TR
 
 
 @functools.lru_cache(maxsize=64)

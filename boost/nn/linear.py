@@ -79,7 +79,8 @@ class LowRankLinear(nn.Module):
         self.activation = activation
         self.A = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
         self.B = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
-        self.reset_parameters()
+        if not self.A.weight.is_meta:  # there, it would draw nothing, slowly
+            self.reset_parameters()
 
     @property
     def act(self) -> Act | None:

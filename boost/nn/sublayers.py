@@ -24,7 +24,7 @@ from boost.models.group import Dense, LinearGroup
 from boost.models.init import initialize
 from boost.models.interface import Flow, Layout, Stream
 from boost.models.kernels import gemms
-from boost.models.latent_gate import LatentGate
+from boost.models.latents import Mixer
 from boost.models.recompute import POLICIES
 from boost.nn.linear import linear_of
 from boost.nn.plain import call, difference, is_read
@@ -32,24 +32,22 @@ from boost.nn.spec import Spec, autocast_resolved
 from boost.nn.weights import local_weight, once_differentiable, shard_weights, storage
 
 
-class Gate(LatentGate):
-    """A latent gate with one tensor per parameter. If one tensor held several parameters sharded along dim 0, it would be a
-    DTensor with reordered rows."""
+class SeparateMixer(Mixer):
+    """A mixer with one tensor per parameter. If one tensor held several parameters sharded along dim 0, it would be a DTensor with
+    reordered rows."""
 
     def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Sharding) -> None:
-        if attribute.startswith("norm_"):
-            for name, parameter in zip(self._names, parameters, strict=True):
-                super().add_fused_param(f"{attribute}_{name}", (parameter,), layout)
-        else:
+        if len(parameters) == 1 and attribute.rpartition("_")[2] in self.names:
             super().add_fused_param(attribute, parameters, layout)
+            return
+        for name, parameter in zip(self.names, parameters, strict=True):
+            super().add_fused_param(f"{attribute}_{name}", (parameter,), layout)
 
-    def _slot_param(self, name: str, slot: int) -> Tensor:
-        return local_weight(self, f"{name}_{self._names[slot]}")
+    def of(self, name: str, slot: int) -> Tensor:
+        return local_weight(self, f"{name}_{self.names[slot]}")
 
-    def norm_params(self) -> tuple[Tensor, Tensor]:
-        slots = range(len(self.ranks))
-        weight, bias = ([self._slot_param(name, slot) for slot in slots] for name in ("norm_weight", "norm_bias"))
-        return torch.cat(weight), torch.cat(bias)
+    def joined(self, name: str) -> Tensor:
+        return torch.cat([self.of(name, slot) for slot in range(len(self.names))])
 
 
 class SeparateHeads(Heads):
@@ -77,9 +75,9 @@ class SeparateLinears(LinearGroup):
     """
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
-        """`owner` has the linears as child modules q_proj, k_proj, ..., and the latent gate."""
+        """`owner` has the linears as child modules q_proj, k_proj, ..., and their extra parameters."""
         self._owner, self.names = owner, [f"{slot.name.partition('.')[2]}_proj" for slot in shape.slots]
-        self._gate = f"{shape.name}_gate"
+        self._mixer = f"{shape.name}_mixer"
         super().__init__(spec.model, shape, layer, spec.layout, POLICIES[spec.recompute])
         self.paths = {
             kind: [
@@ -100,8 +98,8 @@ class SeparateLinears(LinearGroup):
         return local_weight(self.linears[0]._modules.get(self.outer, self.linears[0]), "bias")
 
     @property
-    def latent_gate(self) -> LatentGate | None:  # type: ignore[override]
-        return cast(LatentGate | None, self._owner._modules.get(self._gate))
+    def mixer(self) -> Mixer | None:  # type: ignore[override]
+        return cast(Mixer | None, self._owner._modules.get(self._mixer))
 
     @property
     def linears(self) -> list[Any]:
@@ -147,7 +145,7 @@ class SeparateLinears(LinearGroup):
 
     def changed(self, inside: bool = True) -> str | None:
         """The first module that is not plain, with the difference; None: all are plain. `inside` includes factors, the norms of
-        heads and the gate."""
+        heads and extra parameters."""
         for slot, name, linear in zip(self.shape.slots, self.names, self.linears, strict=True):
             if self.low_rank:
                 what = difference(linear, self._kind, act=self.slot_acts[self.names.index(name)])
@@ -163,8 +161,8 @@ class SeparateLinears(LinearGroup):
         for name, norm in zip(self._norms, self.norms, strict=True) if inside else ():
             if what := difference(norm, nn.RMSNorm, eps=self.heads.eps):
                 return f"{name} {what}"
-        what = difference(self.latent_gate, Gate) if self.latent_gate is not None and inside else None
-        return what and f"{self._gate} {what}"
+        what = difference(self.mixer, SeparateMixer) if self.mixer is not None and inside else None
+        return what and f"{self._mixer} {what}"
 
 
 class SeparateDense(Dense, SeparateLinears):
@@ -209,12 +207,14 @@ class CalledDense(Dense, CalledLinears):
 
 
 def called(group: SeparateLinears, batch: int) -> CalledLinears:
-    """If latents pass between blocks, which no linear as a whole knows, maps and the latent gate are called; else whole linears.
-    Raises ConfigError if a whole linear is not plain, but other blocks use its latents."""
-    if not group.feeds_next and not group.takes_prev:
+    """If the block does more with latents than act, which no linear as a whole knows, maps are called; else whole linears. Raises
+    ConfigError if such a linear is not plain as a whole."""
+    if not group.feeds_next and not group.mixes:
         return CalledDense(group, batch)
     if what := group.changed(inside=False):
-        raise ConfigError(f"{what}, but other blocks use its latents; change its factors A or B instead")
+        raise ConfigError(
+            f"{what}, but its block computes with its latents; change its maps, such as {group.outer}, instead"
+        )
     return CalledLinears(group, batch)
 
 
@@ -249,7 +249,7 @@ class Sublayer(FusedModule):
             shard_weights(self, self.spec)
 
     def _add_linears(self, shape: architecture.GroupSpec) -> SeparateLinears:
-        """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and its latent gate."""
+        """Adds a group's uninitialized linears, as q_proj, k_proj, ..., and their extra parameters."""
         prefix = f"layers.{self.layer}"
         separate = self.layout.group_class(SeparateLinears if self.model.low_rank else SeparateDense, shape)
         group: SeparateLinears = separate(self, self.spec, self.layer, shape)
@@ -273,8 +273,8 @@ class Sublayer(FusedModule):
             path = f"{slot_name}_proj.{group.outer}" if self.model.low_rank else f"{slot_name}_proj"
             self.get_submodule(path).bias = nn.Parameter(torch.empty(self.spec.local_shape(parameter)))
             self.describe_child(f"{path}.bias", parameter, self.layout)
-        if architecture.has_latent_gate(self.model, self.layer):
-            self.add_module(f"{shape.name}_gate", Gate(self.model, shape, prefix, self.layout))
+        if group.mixes:
+            self.add_module(f"{shape.name}_mixer", SeparateMixer(group.math, shape, group.before, prefix, self.layout))
         return group
 
     def forward(self, x: Tensor, *prev: Tensor, batch: int | None = None, run: "Run | None" = None) -> "Output":
@@ -349,7 +349,7 @@ def run_alone(module: "Sublayer | Block", forward: Callable[..., Any], x: Tensor
     """The residual stream after a module by itself; `forward`: its class's own, which a subclass may have overridden. Raises
     ConfigError for a family that passes latents between blocks, or if `batch` does not divide the number of tokens."""
     model, layout, p = module.model, module.layout, module.layout.size
-    if model.has_latent_gates and model.layers > 1:
+    if architecture.carries(model):
         raise ConfigError(
             f"family = '{model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
         )

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from boost.config.architecture import groups, has_latent_gate
+from boost.config.architecture import groups, taken
 from boost.config.attention import context_comms
 from boost.config.layouts import spec_of
 from boost.config.layouts.spec import GroupContext, PlannedComm
@@ -107,7 +107,7 @@ def stage_sends(
         return
     layer, spec = stage.numbers[-1] if phase == "forward" else stage.numbers[0] - 1, spec_of(parallel)
     shapes = [spec.residual_shape(model, parallel, tokens)]
-    for group in groups(model, layer) if has_latent_gate(model, layer + 1) else ():
+    for group in taken(model, layer + 1):
         shapes.append(spec.latent_shape(parallel, tokens, sum(group.up_widths)))
     for shape in shapes:
         yield Collective(phase, "send", shape, dtype, 2, "pipeline", axis="pp")
@@ -118,8 +118,9 @@ def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Sta
     spec = spec_of(parallel)
     yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.table_comms(model) if stage.has_embedding]
     for layer in stage.numbers:
+        before = {group.name: group for group in taken(model, layer)}
         contexts = (
-            GroupContext(group, model, parallel, dtype, has_latent_gate(model, layer)) for group in groups(model, layer)
+            GroupContext(group, model, parallel, dtype, before.get(group.name)) for group in groups(model, layer)
         )
         qkv, *others = (spec.comms(context) for context in contexts)
         attention = context_comms(model, parallel)

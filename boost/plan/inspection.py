@@ -125,14 +125,14 @@ class Inspection:
 
     @property
     def layer(self) -> int:
-        """Index of the block that represents all others: the last one in this process's first stage. (With latent
-        gates, the first block in the model differs from the others.)"""
+        """Index of the block that represents all others: the last one in this process's first stage. (If
+        latents pass between blocks, the first block in the model differs from the others.)"""
         return self.stages[0].numbers[-1]
 
     @property
-    def has_latent_gate(self) -> bool:
-        """Whether block `layer` gates its latents with those from the previous block."""
-        return architecture.has_latent_gate(self.config.model, self.layer)
+    def takes_latents(self) -> bool:
+        """Whether block `layer` combines its latents with those from the previous block."""
+        return bool(architecture.taken(self.config.model, self.layer))
 
     @property
     def bytes_per_token(self) -> float:

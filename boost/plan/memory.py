@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from boost.config.architecture import first_alike
+from boost.config.architecture import first_alike, taken
 from boost.config.attention import document_form
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
@@ -151,8 +151,9 @@ class _StepMemory:
         """Bytes that each block saves by category, including latents from the previous block."""
         policies, first_of = train.recompute_by_layer(config.model.layers), dict[Hashable, int]()
         for n in (n for stage in self.stages for n in stage.numbers):
+            feeds = bool(taken(config.model, n + 1))
             # Which latents from the previous block stay alive depends on that block too.
-            kind = n if config.model.has_latent_gates else (first_alike(config.model, n), policies[n])
+            kind = n if taken(config.model, n) else (first_alike(config.model, n), feeds, policies[n])
             if (first := first_of.setdefault(kind, n)) == n:
                 traced = self.traced[n] = pass_of_block(config, n, on_gpu)
                 self.saved[n] = traced.by_category

@@ -124,11 +124,8 @@ def draw_block(inspection: Inspection, name: str, path: Path) -> None:
     if processes > 1:
         title += inspection.spec.variant(config.parallel)
         title += ["ungrouped"] * (not config.parallel.grouping)
-    bottleneck = "B A x" if model.latent_act == "none" else f"B {model.latent_act}(A x)"
-    if model.has_latent_gates:
-        bottleneck += ", latents gated with those of the previous block"
     subtitle = (
-        f"One of {model.layers} blocks, every linear y = {bottleneck if model.low_rank else 'W x'}; d = {model.dim}, "
+        f"One of {model.layers} blocks, every linear y = {model.equation}; d = {model.dim}, "
         f"f = {model.ffn_dim}{f', r = {model.rank}' if model.low_rank else ''}; T = {inspection.tokens} tokens per "
         f"micro-batch; {config.train.compute_dtype}"
     )
@@ -300,16 +297,14 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
     whole = " on every process" if not axis and p > 1 else ""
     title = "Latents" if model.latent_act == "none" else f"{model.latent_act} on the latents"
     details = [f"{rows} x {columns}{whole}"]
-    if inspection.has_latent_gate:
-        title = "Gated latents"
-        act = "" if model.latent_act == "none" else f"{model.latent_act} "
-        gate = "h" if model.gate == "identity" else f"{model.gate} gate(h)"
-        details.append(f"{act}LayerNorm(u + {gate})")
+    if inspection.takes_latents:
+        title = "Mixed latents"
+        details.append(model.mixing)
     latents = DiagramRow(title, tuple(details), pieces)
     yield from _weights(inspection, group, "inner")
-    # A factor sharded along its input produces partial sums, so the latents follow the collective. Gating latents that are sharded
+    # A factor sharded along its input produces partial sums, so the latents follow the collective. Mixing latents that are sharded
     # along the rank needs separate collectives, which the latents follow too.
-    latents_last = placement_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
+    latents_last = placement_a.dim == 1 or (inspection.takes_latents and axis == "x")
     yield from [*bars["between"], latents] if latents_last else [latents, *bars["between"]]
     yield from _weights(inspection, group, "outer")
     yield from bars["exit"]
@@ -375,17 +370,22 @@ def _position(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
         return "norm"
     if c.kind == ALL_TO_ALL:  # of heads
         return "exit" if group.side == "enter" else "entry"
-    if _at_bottleneck(inspection) or _is_for_latent_gate(inspection, group, c.shape[-1]):
+    if _at_bottleneck(inspection) or _is_for_mixing(inspection, group, c.shape[-1]):
         return "between"
     leaves = ("all-reduce", "reduce-scatter") if c.phase == "forward" else ("all-gather",)
     return "exit" if c.kind in leaves else "entry"
 
 
-def _is_for_latent_gate(inspection: Inspection, group: GroupSpec, width: int) -> bool:
-    """Whether a collective belongs to gated latents that are sharded along the bottleneck rank."""
-    if not inspection.has_latent_gate or not inspection.spec.shards_rank:
+def _is_for_mixing(inspection: Inspection, group: GroupSpec, width: int) -> bool:
+    """Whether a collective belongs to mixed latents that are sharded along the bottleneck rank."""
+    if not inspection.takes_latents or not inspection.spec.shards_rank:
         return False
-    return width in (2, 2 * len(group.slots), sum(group.up_widths), *group.up_widths)
+    return width in (*_sums(group), sum(group.up_widths), *group.up_widths)
+
+
+def _sums(group: GroupSpec) -> tuple[int, int]:
+    """Widths of the sums over whole latents, of one slot and of all."""
+    return group.kind.sums, group.kind.sums * len(group.slots)
 
 
 def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:
@@ -400,8 +400,8 @@ def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
     units = {"d": model.dim, "f": model.ffn_dim}
     if group.name in ("gate_up", "down"):
         units = {"f": model.ffn_dim, "d": model.dim}
-    crossing = _is_for_latent_gate(inspection, group, width)
-    if crossing and width in (2, 2 * len(group.slots)):
+    crossing = _is_for_mixing(inspection, group, width)
+    if crossing and width in _sums(group):
         return "sums"
     if crossing or _at_bottleneck(inspection):
         units = {"r": model.rank or 0}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
+from boost.config.architecture import GroupSpec, first_alike, flops_per_token, taken
 from boost.config.factors import FactorShape, work_dtype
 from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName, TrainConfig
@@ -289,8 +289,7 @@ class Predictor:
         """Adds the sends before the first and after the last block of each stage."""
         model, shared = config.model, self._of_micro_batch(config.model, config.parallel, config.train)
         for stage in (stage for stage in held if stage.count > 1):
-            gated = has_latent_gate(model, stage.numbers[0]), has_latent_gate(model, stage.numbers[-1])
-            key = "sends", stage.has_embedding, stage.has_head, *gated
+            key = "sends", stage.has_embedding, stage.has_head, _exchanged(model, stage)
             sent = _cached(shared, key, self._sends, config, stage)
             # Each pass of a micro-batch waits for one receive and one send.
             waits = 2 * sent["pp forward"], 2 * sent["pp backward"]
@@ -459,8 +458,13 @@ def _step(config: Config, held: HeldTensors) -> tuple[object, ...]:
 @functools.lru_cache(MAX_CACHED)
 def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[object, ...]:
     """What the time of a micro-batch in a stage depends on."""
-    gates = (has_latent_gate(model, stage.numbers[end]) for end in (0, -1))
-    return tuple(kinds_in(model, train, stage).items()), stage.has_embedding, stage.has_head, *gates
+    kinds = tuple(kinds_in(model, train, stage).items())
+    return kinds, stage.has_embedding, stage.has_head, _exchanged(model, stage)
+
+
+def _exchanged(model: ModelConfig, stage: Stage) -> tuple[tuple[GroupSpec, ...], ...]:
+    """The groups whose latents a stage receives, and those whose latents it sends."""
+    return taken(model, stage.numbers[0]), taken(model, stage.numbers[-1] + 1)
 
 
 _flops_per_token = functools.lru_cache(64)(flops_per_token)

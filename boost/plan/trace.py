@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from boost.config.architecture import first_alike
+from boost.config.architecture import first_alike, taken
 from boost.config.schema import Config, RecomputeName
 from boost.config.stages import Stage
 from boost.config.traffic import Collective
@@ -84,9 +84,9 @@ def trace_block(config: Config, layer: int, policy: RecomputeName, on_gpu: bool 
 def pass_of_block(config: Config, layer: int, on_gpu: bool = False) -> TracedPass:
     """Trace of block `layer` under the configuration's policy. Identical blocks are traced once."""
     model, policy = config.model, config.train.recompute_by_layer(config.model.layers)[layer]
-    # With latent gates, the last block differs: no later block uses its latents.
-    differs = model.has_latent_gates and layer + 1 == model.layers
-    return trace_block(config, layer if differs else first_alike(model, layer), policy, on_gpu)
+    alike = first_alike(model, layer)  # but no later block uses the latents of the last one
+    feeds = [bool(taken(model, n + 1)) for n in (layer, alike)]
+    return trace_block(config, alike if feeds[0] == feeds[1] else layer, policy, on_gpu)
 
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
@@ -147,9 +147,8 @@ def _forward(
     for _ in range(parts):
         x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
         prev = [
-            tracer.new_input(tracer.layout.latent_shape(sum(group.shape.up_widths), tracer.tokens), LATENTS)
-            for group in block.groups
-            if group.takes_prev
+            tracer.new_input(tracer.layout.latent_shape(sum(group.up_widths), tracer.tokens), LATENTS)
+            for group in taken(tracer.config.model, layer)
         ]
         streams.append(Stream(x, tuple(prev)))
     input_bytes = tape.live - before

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import boost
-from boost.config.families import CoLAConfig
 from boost.errors import ConfigError
+from boost.families import CoLAConfig
 
 
 def test_a_class_without_a_name_of_its_own_is_refused() -> None:

@@ -85,6 +85,6 @@ def compare(seed: int) -> str:
 
 
 @pytest.mark.slow
-@drawn(12, 400)
+@drawn(6, 400)
 def test_traces_are_those_of_torch(seeds: Seeds) -> None:
     run(compare, seeds, at_least=0.99)

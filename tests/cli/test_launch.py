@@ -37,7 +37,7 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-TORCHRUN = ("--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.1")
+TORCHRUN = ("--standalone", "--monitor-interval", "0.1")
 
 
 @pytest.mark.parametrize(
@@ -228,11 +228,14 @@ def test_a_node_whose_processes_run_or_are_done_does_not_depend_on_the_rendezvou
     assert left[0] == [0]
 
 
-def launched(folder: Path, store: Path, *words: str, restarts: int = 0, **variables: str) -> ForkedPython:
-    """`boost launch` of an endless run on two processes."""
+def launched(
+    folder: Path, store: Path, *words: str, restarts: int = 0, nproc: int = 2, **variables: str
+) -> ForkedPython:
+    """`boost launch` of an endless run."""
     config = folder / "run.toml"
     config.write_text(f'{toml(store, steps=100000, save_every=0, eval_every=0, log_every=1)}dir = "{folder / "run"}"\n')
-    command = ["launch", *TORCHRUN, "--max-restarts", str(restarts), "--", "train", str(config), *words]
+    options = ("--nproc-per-node", str(nproc), "--max-restarts", str(restarts))
+    command = ["launch", *TORCHRUN, *options, "--", "train", str(config), *words]
     return ForkedPython(boost_command, [command], os.environ | {"OMP_NUM_THREADS": "1"} | variables)
 
 
@@ -282,7 +285,7 @@ def test_an_error_of_the_processes_is_one_last_line_and_a_code(
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
 def test_repeated_signals_do_not_interrupt_a_save(number: int, store: Path, tmp_path: Path) -> None:
     """A scheduler may send a signal at the grace's start and end; torchrun itself would end at the third, before its processes."""
-    process = launched(tmp_path, store)
+    process = launched(tmp_path, store, "--parallel.tp", "1", nproc=1)
     try:
         workers = workers_of_a_run(process, tmp_path / "run")
         for pid in workers:  # as if the save took seconds

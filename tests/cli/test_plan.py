@@ -15,16 +15,18 @@ from boost.cli.main import main
 from boost.cli.plan import global_batch
 from boost.cli.plan_report import _wrapped, flags
 from boost.config import load
-from boost.config.families import CoLAConfig
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.config.section import Natural
 from boost.data.store import TokenStore
+from boost.families import CoLAConfig
 from boost.plan.candidates import Request
 from boost.plan.search import max_peak, tie_limit
 from tests.cli.commands import Capture, done, refused, say
 
 SMALL = ["--model", "cola-60m", "--gpus", "4", "--gpu", "a100-80g", "--global-batch", "64"]
+SIMPLE = ("--parallel.pp", "1", "--train.recompute", "none")
+"""For a smaller search."""
 ON_H100 = [*SMALL[:5], "h100-80g", *SMALL[6:]]
 
 
@@ -166,7 +168,7 @@ def test_a_near_tie_is_one_with_the_plan(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_batches_that_divide_are_named(capsys: Capture) -> None:
-    words = ["--model", "1b", "--gpus", "8", "--gpu", "a100-80g-8"]
+    words = ["--model", "1b", "--gpus", "8", "--gpu", "a100-80g-8", *SIMPLE]
     (note,) = (note for note in facts(capsys, *words, "--global-batch", "17")["notes"] if "do not divide" in note)
     assert re.fullmatch(
         r"17 sequences do not divide over 8 GPUs: 16 or 24 take \d+% and \d+% less time per sequence.", note
@@ -176,7 +178,7 @@ def test_batches_that_divide_are_named(capsys: Capture) -> None:
 
 def test_a_host_has_fewer_processes_than_an_nvlink_domain(capsys: Capture) -> None:
     """A GB200 rack: TP may span 64 GPUs, but a tray with four of them starts four processes."""
-    words = ["--model", "cola-60m", "--gpus", "64", "--gpu", "gb200", "--parallel.pp", "1", "--global-batch", "64"]
+    words = ["--model", "cola-60m", "--gpus", "64", "--gpu", "gb200", *SIMPLE, "--global-batch", "64"]
     assert "--nnodes 16 --nproc-per-node 4" in " ".join(facts(capsys, *words)["command"])
     assert "--nnodes" not in " ".join(facts(capsys, *words, "--per-node", "64")["command"])
 

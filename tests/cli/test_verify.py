@@ -60,7 +60,7 @@ def test_a_family_is_chosen_by_its_name(capfd: Capture, tmp_path: Path, monkeypa
     err = refused(capfd, "verify", "--family", "narrow", "--nproc", "0")
     assert "model.family = 'narrow'" in err and "dense, svd, cola, lax" in err
     (tmp_path / "verify_plugin.py").write_text(
-        "from typing import Literal\nfrom boost.config.families import CoLAConfig\n"
+        "from typing import Literal\nfrom boost.families import CoLAConfig\n"
         "class Narrow(CoLAConfig):\n    family: Literal['narrow'] = 'narrow'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

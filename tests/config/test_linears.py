@@ -17,10 +17,11 @@ from boost.config.architecture import (
     is_product,
     is_usual,
 )
-from boost.config.families import CoLAConfig, DenseConfig, ModelConfig, SVDConfig
+from boost.config.families import ModelConfig
 from boost.config.linears import Linear, Map, Select, Size
 from boost.convert.formats import entries, form_of, modeling
 from boost.errors import ConfigError
+from boost.families import CoLAConfig, DenseConfig, SVDConfig
 from boost.models.init import initial_value
 from tests import toy
 from tests.families import known
@@ -77,7 +78,7 @@ def test_blocks_are_alike_by_their_linears() -> None:
 
 
 def test_what_a_family_does_not_define_is_refused() -> None:
-    spectral = "defines A and B, but not G of model.family = 'gated'; use 'cola' or 'xavier'"
+    spectral = "defines A and B of one rank, but attn.q of model.family = 'gated' has A .8., G .8., B .8.; use 'cola' or 'xavier'"
     with known.registered():
         for fields, optim, error in (
             ({"factor_init": "spectral"}, {}, spectral),
@@ -199,7 +200,9 @@ def test_every_linear_counts() -> None:
         modeling(model, form_of(model, merge=True))
     with pytest.raises(ConfigError, match="to which model.family = 'partly' is not invariant"):
         toy.toy_config(model={"family": "partly"}, optim={"name": "loro"})
-    with pytest.raises(ConfigError, match="defines A and B, but not Up"):
+    with pytest.raises(
+        ConfigError, match=r"defines A and B of one rank, but attn.q of model.family = 'partly' has A .\d+., Up"
+    ):
         toy.toy_config(model={"family": "partly", "factor_init": "spectral"})
     names = {entry.name for entry in entries(model, "boost")}
     assert {"model.layers.0.self_attn.q_proj.Up.weight", "model.layers.0.self_attn.q_proj.Up.bias"} <= names

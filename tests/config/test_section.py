@@ -12,12 +12,13 @@ import pytest
 from pydantic import ValidationError
 
 from boost.config import load, rules
-from boost.config.families import CoLAConfig, DenseConfig, LaXConfig, LowRankConfig, SVDConfig
+from boost.config.families import LowRankConfig
 from boost.config.load import dense_of, fields
 from boost.config.optimizers import AdamWConfig, Constant, Cosine, CosineRestarts, LOROConfig, MuonConfig
 from boost.config.schema import Config, ModelConfig, OptimConfig
 from boost.config.section import PLUGINS, Natural, load_plugins
 from boost.errors import ConfigError
+from boost.families import CoLAConfig, DenseConfig, LaXConfig, SVDConfig
 from boost.optim.adamw import build_optimizer
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -35,19 +36,16 @@ def test_a_tag_selects_the_class() -> None:
 
 
 def test_every_family_has_a_value_for_the_fields_that_all_code_reads() -> None:
-    read = (
-        *("family", "over", "gate", "rank", "ranks", "latent_act", "factor_init"),
-        *("mlp_silu", "low_rank", "has_latent_gates", "mixes"),
-    )
-    neutral: tuple[Any, ...] = ("none", "none", None, {}, "none", "none", True, False, False, False)
+    read = ("family", "rank", "ranks", "latent_act", "factor_init", "mlp_silu", "low_rank", "equation")
     answers = {
         name: tuple(getattr(ModelConfig.model_validate({"family": name}), f) for f in read)
         for name in ModelConfig.choices
     }
-    assert answers["dense"] == ("dense", *neutral)
-    assert answers["svd"] == ("svd", "none", "none", 128, {}, "none", "xavier", True, True, False, False)
-    assert answers["cola"] == ("cola", "none", "none", 128, {}, "silu", "cola", True, True, False, False)
-    assert answers["lax"] == ("lax", "cola", "identity", 128, {}, "silu", "cola", True, True, True, False)
+    assert answers["dense"] == ("dense", None, {}, "none", "none", True, False, "W x")
+    assert answers["svd"] == ("svd", 128, {}, "none", "xavier", True, True, "B A x")
+    assert answers["cola"] == ("cola", 128, {}, "silu", "cola", True, True, "B silu(A x)")
+    gated = "B silu(A x), latents gated with those of the previous block"
+    assert answers["lax"] == ("lax", 128, {}, "silu", "cola", True, True, gated)
     dense = ModelConfig.model_validate({"family": "dense"})
     assert (dense.rank_of(0, "attn.q"), dense.title) == (None, "dense")
     with pytest.raises(AttributeError, match="muon_lr"):
@@ -153,7 +151,7 @@ def test_a_class_of_another_package_is_a_choice_by_being_imported() -> None:
 
 PLUGIN = """
 from typing import Literal
-from boost.config.families import CoLAConfig
+from boost.families import CoLAConfig
 from boost.config.section import Natural
 
 class Narrow(CoLAConfig):

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from boost.config.families import CoLAConfig, DenseConfig, ModelConfig
+from boost.config.families import ModelConfig
 from boost.convert.formats import form_of, read_folder
 from boost.errors import ConfigError
+from boost.families import CoLAConfig, DenseConfig
 from boost.train.checkpoint import Checkpoint, open_checkpoint
 from tests import toy
 from tests.convert.toys import all_logits, bring, give, loaded, save
@@ -20,7 +21,7 @@ from tests.convert.toys import all_logits, bring, give, loaded, save
 FAMILY = '''
 from typing import ClassVar, Literal
 
-from boost.config.families import CoLAConfig
+from boost.families import CoLAConfig
 
 
 class CopyConfig(CoLAConfig):

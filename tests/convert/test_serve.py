@@ -6,13 +6,13 @@ import pytest
 
 from boost.train.generate import generate
 from boost.train.sampling import Sampling
-from tests.convert.toys import CASES, exported, loaded
+from tests.convert.toys import CASES, cases, exported, loaded
 
 PROMPTS = [[5, 9, 33, 2, 7, 41, 8], [11, 3, 60], [4], [9, 8]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cola", "svd", "lax-tensor"])
+@pytest.mark.parametrize("name", cases(["cola", "svd", "lax-tensor"], by_night=["cola", "svd"]))
 def test_continuous_batching_gives_the_text_of_each_prompt_alone(name: str, tmp_path: Path, store: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model, merge, _ = CASES[name]

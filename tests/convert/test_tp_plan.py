@@ -84,7 +84,7 @@ def on_two(folder: Path) -> OnTwo:
     )
 
 
-OF_OTHERS = ("qwen2", "smollm3", "svd-merged", "cola-gqa", "cola-ranks")
+OF_OTHERS = ("qwen2", "smollm3", "svd-merged", "cola-gqa", "cola-ranks", "lax-svd", "lax-identity")
 """Plans and modules that dense and cola have; run nightly."""
 
 

@@ -79,9 +79,9 @@ def test_processes_of_two_hosts_die_and_come_back(
 def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_other_comes_back(
     nodes: tuple[Node, Node], config: Path
 ) -> None:
-    # The half that goes on sleeps, instead of training at full speed until the other comes back.
-    sleeps = [word for step in (16, 17, 18) for word in ("--inject-fault", f"slow@{step}:0")]
-    agents = start(nodes, config, "ab", *sleeps, max_restarts=3)
+    # The half that goes on waits, instead of training at full speed until the other comes back.
+    waits = [word for step in (40, 60, 80, 160, 320) for word in ("--inject-fault", f"wait@{step}:0")]
+    agents = start(nodes, config, "ab", *waits, max_restarts=3)
     run = config.parent / "run"
     wait_for_step(agents, run, 5)
     nodes[1].connect(False)

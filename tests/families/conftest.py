@@ -15,7 +15,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", metafunc.config.getoption("--family") or list(known.REFERENCES))
+        usual = [pytest.param(name, marks=[pytest.mark.nightly] * (name in known.NIGHTLY)) for name in known.REFERENCES]
+        metafunc.parametrize("family", metafunc.config.getoption("--family") or usual)
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,20 @@ from torch.nn.functional import silu
 from boost.config.families import ModelConfig
 from boost.elementwise import ELEMENTWISE
 from tests import references
+from tests.families import crossed
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = {"gated": "gated_bottleneck", "lost": "lost_bottleneck"}
 """Of examples/families, by family."""
-REFERENCES = {"gelu": references.bottleneck(F.gelu), "gated": references.gated, "lost": references.lost(0.7, 0.3, silu)}
+REFERENCES = {
+    "gelu": references.bottleneck(F.gelu),
+    "gated": references.gated,
+    "lost": references.lost(0.7, 0.3, silu),
+    "crossed": crossed.crossed,
+}
 """Plain PyTorch, by family."""
+NIGHTLY = ("crossed",)
+"""Families that are not run on each commit."""
 
 
 @functools.cache
@@ -35,7 +43,8 @@ def _made() -> tuple[dict[str, type[ModelConfig]], dict[str, bool]]:
         sys.path.insert(0, str(REPOSITORY / "examples" / "families" / family))
         importlib.import_module(package)
     rules = {name: rule for name, rule in ELEMENTWISE.items() if name not in known}
-    return {family: ModelConfig.choices[family] for family in REFERENCES}, rules
+    own = {"crossed": crossed.CrossedConfig}
+    return own | {family: ModelConfig.choices[family] for family in REFERENCES.keys() - own.keys()}, rules
 
 
 def register() -> None:

@@ -1,9 +1,11 @@
-"""A decoder of every family in plain PyTorch, whose every module is called, and models that are trained five steps.
+"""A decoder of every family in plain PyTorch, whose every module is called, and models that are trained three steps.
 
 Its modules and parameters have the names of `boost.nn.Decoder`'s, whose weights it takes, so that the same change can be made to
 both: a hook, an adapter, another module.
 """
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +87,7 @@ class Sublayer(nn.Module):
             if "qk_norm" in fields and group == "qkv":
                 self.q_norm, self.k_norm = nn.RMSNorm(4, eps=1e-6), nn.RMSNorm(4, eps=1e-6)
             if self.lax and layer:
-                self.add_module(f"{group}_gate", Gate(slots, fields["rank"]))
+                self.add_module(f"{group}_mixer", Gate(slots, fields["rank"]))
 
     def project(self, x: Tensor, group: str, slots: str, prev: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
         linears: list[Any] = [self.get_submodule(f"{slot}_proj") for slot in slots.split()]
@@ -93,7 +95,7 @@ class Sublayer(nn.Module):
             return [linear(x) for linear in linears], None
         u = torch.cat([linear.A(x) for linear in linears], -1).flatten(0, 1)
         if prev is not None:
-            (u,) = self.get_submodule(f"{group}_gate")(u, prev)
+            (u,) = self.get_submodule(f"{group}_mixer")(u, prev)
         h = linears[0].act(u)
         parts = h.unflatten(0, (x.shape[0], -1)).chunk(len(linears), -1)
         return [linear.B(part) for linear, part in zip(linears, parts, strict=True)], h
@@ -164,6 +166,16 @@ class Plain(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
+@functools.cache
+def _built(family: str) -> Plain:
+    return Plain(family)
+
+
+def plain(family: str) -> Plain:
+    """A new `Plain` (building one takes longer than to train it)."""
+    return copy.deepcopy(_built(family))
+
+
 def batch() -> tuple[Tensor, Tensor]:
     """(tokens, targets), [4, 16] each, with unequal numbers of targets per sequence."""
     tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1))
@@ -180,14 +192,14 @@ def summed(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
-def five_steps(model: nn.Module, loss: Loss = summed, replica: int = 0, replicas: int = 1) -> list[Tensor]:
-    """The loss of each of five steps, then every whole parameter that is trained, as SGD leaves it."""
+def three_steps(model: nn.Module, loss: Loss = summed, replica: int = 0, replicas: int = 1) -> list[Tensor]:
+    """The loss of each of three steps, then every whole parameter that is trained, as SGD leaves it."""
     tokens, targets = (x.chunk(replicas)[replica] for x in batch())
     count = int((batch()[1] != -100).sum())
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.5, foreach=False)  # AdamW would hide factors of a gradient
     made = []
-    for _ in range(5):
+    for _ in range(3):
         total = loss(model, tokens, targets) / count
         (total * replicas).backward()
         made.append(total.detach().clone())

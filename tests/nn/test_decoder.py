@@ -346,7 +346,7 @@ ALL = [
     for size, kv_heads in ((2, 8), (4, 2))
     if (name, layout, size) != ("lax-tensor", "vanilla", 4)  # the gate has two rows
 ]
-CELLS = [pytest.param(*cell, marks=pytest.mark.nightly if number % 4 else ()) for number, cell in enumerate(ALL)]
+CELLS = [pytest.param(*cell, marks=pytest.mark.nightly if number % 7 else ()) for number, cell in enumerate(ALL)]
 
 
 def under_tp(name: str, layout: str, kv_heads: int) -> dict[str, float]:

@@ -349,7 +349,9 @@ def parts_alone(layout: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["btp", pytest.param("btp-sp", marks=pytest.mark.nightly), "vanilla"])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("btp", "btp-sp")), "vanilla"]
+)
 def test_smaller_modules_over_replicas_of_tp_ranks(layout: str) -> None:
     for errors in run_distributed(4, parts_alone, layout):
         assert max(errors.values()) <= 1e-9, errors

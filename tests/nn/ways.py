@@ -327,6 +327,6 @@ def ways(family: str) -> dict[str, Way]:
     made |= {f"activation {path}": partial(activation, path) for path in LINEARS}
     if family == "lax":
         del made["share attn"]  # the first block has no gates
-        gate = ("layers.1.attn.qkv_gate",)
+        gate = ("layers.1.attn.qkv_mixer",)
         made |= {**hooks(gate), "own forward gate": partial(own_forward, *gate)}
     return made

@@ -32,9 +32,9 @@ LAX = ("--model.family", "lax", "--model.gate", "tensor")
 
 def test_gated_latents() -> None:
     """vanilla shards latents, so gate and LayerNorm have collectives; the other layouts have none."""
-    cross = ["A of q, k, v", "=", "Gated latents", "B of q, k, v"]
+    cross = ["A of q, k, v", "=", "Mixed latents", "B of q, k, v"]
     assert titles(inspected("vanilla", *LAX))[3:7] == titles(inspected("btp", *LAX))[2:6] == cross
-    assert titles(inspected("btp-sp", *LAX))[2:6] == ["A of q, k, v", "Gated latents", "=", "B of q, k, v"]
+    assert titles(inspected("btp-sp", *LAX))[2:6] == ["A of q, k, v", "Mixed latents", "=", "B of q, k, v"]
     between = [bar for bar in bars(inspected("vanilla", *LAX)) if "sums" in bar[0] or "r " in bar[0]]
     assert [bar[0].partition(" ·")[0] for bar in between[:2]] == ["all-gather T x 3r", "all-reduce T x sums"]
     assert [bar[0] for bar in bars(inspected("btp", *LAX))] == [bar[0] for bar in bars(inspected("btp"))]

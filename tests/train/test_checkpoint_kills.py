@@ -140,7 +140,7 @@ def points(total: int, some: int | None) -> list[int]:
 @pytest.mark.parametrize(
     ("processes", "rank", "background", "some"),
     [
-        *((1, 0, True, 6), (1, 0, False, 2), (2, 0, True, 2), (2, 1, True, 1)),
+        *((1, 0, True, 4), (1, 0, False, 2), (2, 0, True, 2), (2, 1, True, 1)),
         *(
             pytest.param(*each, None, marks=pytest.mark.nightly)
             for each in ((1, 0, True), (1, 0, False), (2, 0, True), (2, 1, True))

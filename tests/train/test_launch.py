@@ -236,8 +236,11 @@ def check_error(error: BaseException, capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.slow
-def test_an_error_for_the_user_is_the_one_that_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_for_the_user_is_the_one_that_comes_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While another process waits for the group."""
+    monkeypatch.setattr(launcher, "FAILURE_GRACE_S", 0.5)
     with pytest.raises(ConfigError) as caught:
         launch(fail_before_the_group_exists, (), 2, tmp_path, forks=can_fork())
     assert check_error(caught.value, capfd) == "run.device = 'cuda', but torch sees no GPU"

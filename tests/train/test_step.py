@@ -166,7 +166,7 @@ ACTIONS: list[Acts] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acts", ACTIONS, ids=str)
+@pytest.mark.parametrize("acts", [pytest.param(ACTIONS[0], marks=pytest.mark.nightly), *ACTIONS[1:]], ids=str)
 def test_hooks_see_the_same_run(store: Path, tmp_path: Path, acts: Acts) -> None:
     """Same losses, weights, moments, counts, positions, evaluations, saves, rollbacks and errors, and byte-identical files."""
     found = runs(config_of(store, tmp_path, train=ROLLBACK if acts == (("ruin", 6),) else {}), acts)

@@ -80,8 +80,8 @@ class GroupContext:
     parallel: ParallelConfig
     dtype: str
     """Dtype of the activations."""
-    has_latent_gate: bool
-    """Whether the block has latent gates (LaX)."""
+    prev: GroupSpec | None
+    """The same group of the previous block, if it carries its latents to this one."""
 
     def merged(self, comm: Comm, widths: Sequence[int], **facts: Any) -> Iterator[PlannedComm]:
         """One collective for all slots in the group; without grouping, one per slot."""
@@ -109,7 +109,7 @@ class LayoutSpec:
     runtime: ClassVar[str]
     """`module:Class` of the implementation; imported when a model is built."""
     low_rank: ClassVar[bool | None]
-    """True: supports low-rank factors (svd, cola, lax); False: dense linears; None: both."""
+    """True: supports low-rank factors; False: dense linears; None: both."""
     residual: ClassVar[ResidualKind]
     placements: ClassVar[Mapping[str, Placement]]
     """Placements by role (`boost.config.architecture.Parameter.role`). Those of the embedding and the head are fixed; q and o
@@ -193,7 +193,7 @@ class LayoutSpec:
     def may_have_copy(self, role: str) -> bool:
         """Whether weights with this role can have a working copy (train.working_copies). Factors, dense weights and the head can,
         except `scaled` weights, which a copy would round twice. The embedding has no copy because a step casts only some of its
-        rows, unless it is also the head; norms and latent gates are too small to need one."""
+        rows, unless it is also the head; norms and extra parameters are too small to need one."""
         return role.endswith((".inner", ".outer", ".weight", "head", "tied")) and role not in self.scaled
 
     def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
@@ -268,7 +268,8 @@ class LayoutSpec:
             for part in (*slot.linear.inner, *slot.linear.select, *slot.linear.outer)
         )
         own = {f"{slot.name}.{part.name}": part.width for slot, part in maps if part.width not in named.values()}
-        return named | own
+        extra = {f"{s.name}.{e.name}": e.shape[0] for s in linears(model) for e in s.linear.extra if not e.is_whole}
+        return named | own | extra
 
     # The table of collectives.
 

@@ -10,7 +10,6 @@ published, forward per block:  AR(d) AR(d) AR(d) AR(d)               AR(f) AR(f)
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from boost.config.architecture import SLOTS, tensor_shape
 from boost.config.layouts.spec import (
     GATHER,
     GATHER_REPLICATED,
@@ -26,7 +25,6 @@ from boost.config.layouts.spec import (
     PlannedComm,
 )
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.config.section import WholeConfig, nearest
 
 
 class VanillaConfig(ParallelConfig):
@@ -37,19 +35,6 @@ class VanillaConfig(ParallelConfig):
     vanilla: Literal["strong", "published"] = "strong"
     """strong: attention and the gated product are sharded over TP ranks; published: replicated, as in the baseline of the
     BOOST paper."""
-
-    def problems(self, config: WholeConfig) -> Iterator[str]:
-        """The rows of a tensor gate are sharded along with the rank."""
-        model, tp = config.model, self.tp
-        if model.gate != "tensor" or tp == 1:
-            return
-        for rank in sorted({model.rank_of(0, slot) or 0 for slot in SLOTS}):
-            if (a := tensor_shape(rank)[0]) % tp:
-                best = nearest(rank, 2 * rank + tp**2, lambda r: tensor_shape(r)[0] % tp == 0)
-                yield (
-                    f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, but parallel.layout = '{self.layout}' cannot "
-                    f"shard {a} rows evenly over parallel.tp = {tp}; nearest valid value: {best}"
-                )
 
 
 class VanillaSpec(LayoutSpec):
@@ -85,25 +70,25 @@ class VanillaSpec(LayoutSpec):
         sharded = self.num_shards(parallel) > 1
         if group.side == "leave":
             yield PlannedComm(GATHER if sharded else SUM_BACKWARD, group.slots[0].d_in)
-            yield from self._gate_comms(context)
+            yield from self._latent_comms(context)
             yield PlannedComm(SUM_FORWARD, model.dim)
             return
         for _ in group.slots[:1] if parallel.grouping else group.slots:
             yield PlannedComm(SUM_BACKWARD, model.dim)
-        yield from self._gate_comms(context)
+        yield from self._latent_comms(context)
         if sharded:  # with fewer than p key/value heads, each is sent to every rank that uses it
             least = parallel.tp * model.head_dim
             yield from context.merged(SCATTER_SUM, [max(s.d_out, least) if s.kv else s.d_out for s in group.slots])
         else:
             yield from (PlannedComm(SUM_FORWARD, slot.d_out) for slot in group.slots)
 
-    def _gate_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        """For LaX: gathers all latents of the previous block for a gate that mixes them, and reduces LayerNorm's statistics."""
-        if not context.has_latent_gate:
-            return
-        if context.model.mixes:
-            yield PlannedComm(GATHER, sum(context.group.up_widths))
-        yield PlannedComm(SUM_BOTH, 2 * len(context.group.slots), dtype="float64")
+    def _latent_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        """Gathers the previous block's latents for mathematics that mixes their elements, and sums what it needs of whole ones."""
+        kind = context.group.kind
+        if context.prev is not None and kind.mixes_elements:
+            yield PlannedComm(GATHER, sum(context.prev.up_widths))
+        if kind.sums:
+            yield PlannedComm(SUM_BOTH, kind.sums * len(context.group.slots), dtype="float64")
 
     def variant(self, parallel: ParallelConfig) -> list[str]:
         return [parallel.vanilla]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from boost.config import load
-from boost.config.families import CoLAConfig, ModelConfig
+from boost.config.families import ModelConfig
 from boost.config.layouts import layouts_of
 from boost.config.section import Natural, Values
+from boost.families import CoLAConfig
 from boost.layouts import btp
 from boost.measure import steps
 from boost.measure.verify import layouts, runs

@@ -7,31 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from boost.families.lax_gate import EPS, _ApplyNorm, _NormStats
 from boost.models.group import LinearGroup
-from boost.models.latent_gate import EPS, LatentGate, _ApplyNorm, _NormStats
 from tests import toy
-
-
-def crossing(**model: object) -> LatentGate:
-    """The latent gate of q, k, v in the second block, with weights different from the initial ones."""
-    config = toy.toy_config(model={"family": "lax", "ranks": {"attn.v": 6}, **model})
-    decoder, _ = toy.toy_decoder(config)
-    group = decoder.blocks[1].qkv
-    assert isinstance(group, LinearGroup) and group.latent_gate is not None
-    found = group.latent_gate.double()
-    with torch.no_grad():
-        found.norm_weight.normal_()
-        found.norm_bias.normal_()
-    return found
 
 
 def test_a_latent_far_from_zero_that_hardly_varies_stays_finite() -> None:
     """The variance is a difference of two large numbers and may come out negative."""
-    it = crossing()
-    generator = torch.Generator().manual_seed(0)
-    mixed = 100 + 1e-3 * torch.randn(64, sum(it.ranks), generator=generator)
-    found = it.apply_norm(mixed, it.norm_stats(mixed))
-    assert torch.isfinite(found).all()
+    decoder, _ = toy.toy_decoder(toy.toy_config(model={"family": "lax", "ranks": {"attn.v": 6}}))
+    group, generator = decoder.blocks[1].qkv, torch.Generator().manual_seed(0)
+    assert isinstance(group, LinearGroup) and group.mixer is not None
+    mixer = group.mixer.double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter)
+    mixed = 100 + 1e-3 * torch.randn(64, sum(mixer.widths), generator=generator)
+    assert torch.isfinite(group.math.normalize(mixed, group.math.sums(mixed, mixer), mixer)).all()
 
 
 def sharded(v: Tensor, w: Tensor, b: Tensor, shards: int) -> Tensor:

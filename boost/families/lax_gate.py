@@ -1,6 +1,5 @@
-"""Latent gates (LaX, arXiv 2505.21732) combine a block's latents with the same linears' latents in the previous block.
-
-    u = A x;  u = LayerNorm(u + G(h of the previous block));  h = act(u);  y = B h
+"""The mathematics of `lax` (`boost.families.lax`): a block's latents are combined with those of the same linears in the previous
+block.
 
 Legend: T tokens; R latent width of a group (all slots side by side), r of one slot, a x b its most balanced factors. All
 are local to this process, except that a gate's inputs are whole (and this process computes some rows of its output).
@@ -12,65 +11,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.config import architecture
-from boost.config.layouts import local_shape
 from boost.config.schema import ModelConfig
-from boost.models.fused import FusedModule, Sharding
 from boost.models.kernels import Node, linear
+from boost.models.latents import Math, Mixer
 
 EPS = 1e-6
 """Epsilon of the latents' LayerNorm, added to the variance."""
 
 
-class LatentGate(FusedModule):
-    """Combines one group's latents with the previous block's, using a gate and a LayerNorm per slot.
+class Gate(Math):
+    """u + G(h), then a LayerNorm per slot."""
 
-    A layout that shards latents calls `gated_sum`, `norm_stats` and `apply_norm` with its collectives in between; `forward` does
-    the same work for whole latents.
-    """
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__(model)
+        self.gate: str = model.gate  # type: ignore[attr-defined]
 
-    norm_weight: Tensor
-    norm_bias: Tensor
-
-    def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, prefix: str, layout: Sharding) -> None:
-        super().__init__()
-        self.gate = model.gate
-        self.mixes = model.mixes
-        """Whether the gate mixes the elements of a latent and therefore needs whole latents."""
-        self.whole_ranks = shape.up_widths
-        self._names = [slot.name.partition(".")[2] for slot in shape.slots]
-        stored = architecture.latent_gate_parameters(model, shape, prefix)
-        for name, parameters in stored.items():
-            self.add_fused_param(name, parameters, layout)
-        norms = stored["norm_weight"]
-        self.ranks = tuple(local_shape(norm, layout.placement(norm.role), layout.size)[0] for norm in norms)
-
-    def forward(self, u_TR: Tensor, prev_TR: Tensor) -> Tensor:
-        """LayerNorm(u + G(h)), if this process holds whole latents."""
-        return self._layer_norm(self.gated_sum(u_TR, prev_TR.split(self.ranks, dim=-1)))
-
-    def gated_sum(self, u_TR: Tensor, prev: Sequence[Tensor]) -> Tensor:
-        """u + G(h). `prev`: one whole latent [T, r] per slot, or this process's shard if the gate does not mix."""
-        gated = [self._gated(h_Tr, slot) for slot, h_Tr in enumerate(prev)]
+    def mix(self, u_TR: Tensor, prev: Sequence[Tensor], mixer: Mixer) -> Tensor:
+        """u + G(h)."""
+        gated = [self._gated(h_Tr, mixer, slot) for slot, h_Tr in enumerate(prev)]
         return u_TR + (gated[0] if len(gated) == 1 else torch.cat(gated, dim=-1))
 
-    def norm_stats(self, mixed_TR: Tensor) -> Tensor:
-        """Sums of the elements in this process's shard of each latent, and of their squares, [T, 2 slots], fp64."""
-        return _NormStats.apply(mixed_TR, self.ranks)
-
-    def apply_norm(self, mixed_TR: Tensor, norm_stats: Tensor) -> Tensor:
-        """LayerNorm for this process's shard of the latents, given the statistics of whole latents."""
-        widths = tuple(zip(self.ranks, self.whole_ranks, strict=True))
-        return _ApplyNorm.apply(mixed_TR, norm_stats, *self.norm_params(), widths)
-
-    def _gated(self, h_Tr: Tensor, slot: int) -> Tensor:
+    def _gated(self, h_Tr: Tensor, mixer: Mixer, slot: int) -> Tensor:
         """G(h) for one slot: this process's rows."""
         if self.gate == "dense":
-            return linear(h_Tr, self._slot_param("gate_weight", slot), self._slot_param("gate_bias", slot))
+            return linear(h_Tr, mixer.of("gate_weight", slot), mixer.of("gate_bias", slot))
         if self.gate == "tensor":
-            rows_Aa, columns_bb = (
-                self._slot_param(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns")
-            )
+            rows_Aa, columns_bb = (mixer.of(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns"))
             h_Tab = h_Tr.unflatten(-1, (rows_Aa.shape[1], columns_bb.shape[1]))
             # If sharded, multiply by this process's rows first, which skips other processes' rows.
             if rows_Aa.shape[0] < rows_Aa.shape[1]:
@@ -78,23 +44,24 @@ class LatentGate(FusedModule):
             return (rows_Aa @ linear(h_Tab, columns_bb)).flatten(1)
         return h_Tr
 
-    def _slot_param(self, name: str, slot: int) -> Tensor:
-        parameter: Tensor = getattr(self, f"{name}_{self._names[slot]}")
-        return parameter
+    def sums(self, mixed_TR: Tensor, mixer: Mixer) -> Tensor:
+        """Of the elements in this process's shard of each latent, and of their squares."""
+        return _NormStats.apply(mixed_TR, mixer.widths)
 
-    def _layer_norm(self, mixed_TR: Tensor) -> Tensor:
-        if len(set(self.ranks)) == 1:
-            parts = mixed_TR.unflatten(-1, (len(self.ranks), self.ranks[0]))
-            normed = F.layer_norm(parts, self.ranks[:1], eps=EPS).flatten(1)
+    def normalize(self, mixed_TR: Tensor, sums_T2k: Tensor | None, mixer: Mixer) -> Tensor:
+        """LayerNorm of each latent."""
+        widths = mixer.widths
+        if sums_T2k is not None:
+            pairs = tuple(zip(widths, mixer.whole_widths, strict=True))
+            return _ApplyNorm.apply(mixed_TR, sums_T2k, *map(mixer.joined, ("norm_weight", "norm_bias")), pairs)
+        if len(set(widths)) == 1:
+            parts = mixed_TR.unflatten(-1, (len(widths), widths[0]))
+            normed = F.layer_norm(parts, widths[:1], eps=EPS).flatten(1)
         else:
-            slots = zip(mixed_TR.split(self.ranks, dim=-1), self.ranks, strict=True)
+            slots = zip(mixed_TR.split(widths, dim=-1), widths, strict=True)
             normed = torch.cat([F.layer_norm(v, (r,), eps=EPS) for v, r in slots], dim=-1)
-        weight, bias = self.norm_params()
+        weight, bias = map(mixer.joined, ("norm_weight", "norm_bias"))
         return torch.addcmul(bias.to(normed.dtype), normed, weight.to(normed.dtype))
-
-    def norm_params(self) -> tuple[Tensor, Tensor]:
-        """LayerNorm's weight and bias, for all slots."""
-        return self.norm_weight, self.norm_bias
 
 
 class _NormStats(torch.autograd.Function):
