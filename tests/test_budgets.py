@@ -140,7 +140,7 @@ def test_a_training_step(store: Path, tmp_path: Path) -> None:
     assert not watch.seen.exceeds(STEP), watch.seen
 
 
-EVENING = 2576
+EVENING = 2658
 """Lines that a reader of the core reads in one evening."""
 
 
@@ -160,8 +160,9 @@ CORE = (
     "train/step.py",
     "optim/adamw.py",
     "config/architecture.py",
+    "families/",
 )
-CORE_FILES, CORE_LINES = 37, 6485
+CORE_FILES, CORE_LINES = 43, 6899
 
 
 def test_the_core_is_small() -> None:
