@@ -140,7 +140,7 @@ def test_a_training_step(store: Path, tmp_path: Path) -> None:
     assert not watch.seen.exceeds(STEP), watch.seen
 
 
-EVENING = 2576
+EVENING = 2658
 """Lines that a reader of the core reads in one evening."""
 
 
@@ -161,7 +161,7 @@ CORE = (
     "optim/adamw.py",
     "config/architecture.py",
 )
-CORE_FILES, CORE_LINES = 37, 6485
+CORE_FILES, CORE_LINES = 36, 6494
 
 
 def test_the_core_is_small() -> None:

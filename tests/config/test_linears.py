@@ -54,7 +54,7 @@ def test_linears_that_share_an_input_have_equally_many_inner_maps() -> None:
     slots = Slot("attn.q", 8, 8, pair), Slot("attn.k", 8, 8, gated)
     with pytest.raises(
         ConfigError,
-        match=r"attn\.q, attn\.k share an input, so they must have equally many inner maps, outer maps and selects",
+        match=r"attn\.q, attn\.k share an input, so they must have equally many maps and the same extra",
     ):
         GroupSpec("qkv", "enter", slots)
 
