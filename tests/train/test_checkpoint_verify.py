@@ -96,7 +96,8 @@ HEADERS: dict[str, tuple[Edit, str]] = {
     "dimension of 100 digits": (lambda h: h[EMBED].update(shape=[10**100, 1]), LIBRARY),
     "negative dimension": (lambda h: h[EMBED].update(shape=[-1, -16]), LIBRARY),
     "bytes of another": (lambda h: h[EMBED].update(data_offsets=[8, 16]), LIBRARY),
-    "unknown dtype": (lambda h: h[EMBED].update(dtype="I64"), "dtype 'I64'"),
+    "unknown dtype": (lambda h: h[EMBED].update(dtype="U64"), "dtype 'U64'"),
+    "dtype of an index": (lambda h: h[EMBED].update(dtype="I64"), "lack a common floating-point dtype"),
     "no entry": (lambda h: h.update({EMBED: 3}), LIBRARY),
     "foreign tensor": (lambda h: h.update({"model.evil": h.pop("rng.cpu.1")}), "saved_offsets"),
 }
