@@ -22,6 +22,7 @@ from boost.errors import ConfigError
 EXPERIMENTS = {
     "steps": "optimizer step time under every layout and family, at widths proportional to TP",
     "single": "one process: low-rank against dense, and BOOST against plain PyTorch modules",
+    "families": "any registered families: held-out loss at equal tokens, FLOPs and time; resumable",
     "wire": "time of steps and bare collectives over a rate-limited wire",
     "ladder": "speed-up from each change between published vanilla and the fastest layout, computed from 'wire'",
     "recompute": "memory saved and time added by each recomputation policy, under every layout",

@@ -47,7 +47,7 @@ def of_family(config: Config, family: Family) -> Config:
     """The same shape in another family, on one process, without recomputation. Raises ConfigError."""
     tree = config.model_dump()
     change(tree, {"model.family": family})
-    if family != "dense" and tree["model"].get("rank") is None:
+    if tree["model"].get("rank") is None:
         tree["model"].pop("rank", None)
     tree["parallel"] = {}
     tree["train"] |= {"recompute": "none", "recompute_every": 1}

@@ -36,6 +36,8 @@ def check(config: Config) -> None:
     _SOUND_MODELS[id(config.model)] = config.model
 
 
+MAX_LAYERS = 10**4
+"""A hundred times the deepest published models."""
 MAX_PARAMETERS = 10**13
 """Ten times the largest published models. A larger model is a typo that would otherwise show up only as running out of memory."""
 _USUAL = {"model.dim": 16384, "model.layers": 128, "model.vocab_size": 262144, "model.ffn_dim": 65536}
@@ -51,6 +53,8 @@ def out_of_proportion(model: ModelConfig) -> tuple[str, int]:
 
 def _model_problems(config: Config) -> Iterator[str]:
     model = config.model
+    if model.layers > MAX_LAYERS:  # before anything looks at each of them
+        yield f"model.layers = {model.layers} exceeds {MAX_LAYERS}; set it to {_USUAL['model.layers']} or less"
     total = model.layers * sum(parameter.size for parameter in block_parameters(model, 0))
     total += 2 * model.vocab_size * model.dim
     if total > MAX_PARAMETERS:

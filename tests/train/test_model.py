@@ -108,9 +108,12 @@ def test_kernels_are_compiled_where_asked_and_where_they_can_be(
         choose_kernels(halves, gpu)
     assert chosen[-1] == "eager"
     assert "nothing is compiled: train.compile = 'kernels' needs Triton" in caplog.text
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
     for name in ("torch._dynamo.config.disable", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
-        with pytest.raises(ConfigError, match=f"train.compile = 'kernels', but {name} is set"):
+        # Not by monkeypatch, which hides the attribute from later tests.
+        with (
+            torch._dynamo.config.patch(disable=True),
+            pytest.raises(ConfigError, match=f"train.compile = 'kernels', but {name} is set"),
+        ):
             choose_kernels(of("kernels"), cpu)
         monkeypatch.setenv("TORCHDYNAMO_DISABLE" if "." in name else "TORCH_COMPILE_DISABLE", "1")
 

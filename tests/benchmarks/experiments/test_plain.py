@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_ours(model: dict[str, Any]) -> None:
 
 def test_crossings_are_refused() -> None:
     config = toy.toy_config(model={"family": "lax"})
-    with pytest.raises(ValueError, match="latent crossing"):
+    with pytest.raises(ValueError, match="only usual linears"):
         build_plain(config, toy.CPU)
 
 
