@@ -15,7 +15,7 @@ from tests.cli.commands import Capture
 def test_an_interrupted_comparison_goes_on(tmp_path: Path, store: Path, capfd: Capture) -> None:
     (tmp_path / "run.toml").write_text(toy.TOML + "[train]\nseq_len = 32\nsteps = 4\n[parallel]\ntp = 1\n")
     words = (
-        f"families {tmp_path}/run.toml --contenders dense svd:loro --orders 1 --rates 1e-3 3e-3 --sweep-steps 2 --rounds 7 "
+        f"families {tmp_path}/run.toml --contenders dense svd:loro --orders 1 --rates 1e-3 --sweep-steps 2 --rounds 7 "
         f"--out {tmp_path}/out --data.store {store} --run.device cpu"
     ).split()
     assert main(words) == 0
