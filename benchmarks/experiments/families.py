@@ -18,7 +18,8 @@ import boost
 from benchmarks.commands import LEAST_ROUNDS, add_config, add_rounds, require_least, result_of
 from benchmarks.experiments.contest import spread, take_turns
 from benchmarks.experiments.peers import of_family
-from benchmarks.experiments.results import Facts, Section, Table, as_markdown, facts_of, save_section
+from benchmarks.experiments.results import Facts, Section, Table, facts_of
+from benchmarks.experiments.sections import save
 from boost.config import Config, load
 from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.layouts import layouts_of
@@ -135,10 +136,7 @@ def run(args: argparse.Namespace) -> int:
     require_least("--orders", [args.orders])
     config = load(args.config, args.overrides)
     rows = list(measure(config, args))
-    facts = facts_of("families", config, rows=rows, orders=args.orders, rates=args.rates, tp=TP)
-    shown = section(facts)
-    save_section(args.out, facts, shown)
-    print(as_markdown(facts, shown))
+    save(args.out, facts_of("families", config, rows=rows, orders=args.orders, rates=args.rates, tp=TP))
     return 0
 
 

@@ -13,7 +13,7 @@ from benchmarks.experiments.results import Facts, Goal, Section, as_markdown, sa
 from boost.errors import ConfigError
 
 CHAPTERS: dict[str, tuple[str, ...]] = {
-    "End to end": ("wire", "steps", "single", "modeled"),
+    "End to end": ("wire", "steps", "single", "families", "modeled"),
     "Ablation": ("ladder",),
     "Recomputation": ("recompute",),
     "Performance model": ("validation", "record"),
@@ -28,7 +28,7 @@ SETTLED = {
     "grouping": "linears with the same input, grouped against ungrouped",
     "norms": "RMSNorm across shards, sync against online",
     "fit": "longest sequence and largest batch that fit in 80 GB",
-    "families": "dense, svd, cola, lax, loro, DLR and Spectron at equal tokens and at equal time, five seeds each",
+    "families-2026-11": "dense, svd, cola, lax, loro, DLR and Spectron at equal tokens and at equal time, five seeds each",
     "healing": "dense models factorized and healed",
     "curves": "loss curves of all layouts: how far each is from that of one process",
     "perplexity": "loss, held-out perplexity and accuracy of all layouts and families, up to five seeds",
