@@ -7,7 +7,7 @@
 learning rate, so that a loss read off at any time, number of tokens or number of FLOPs is comparable. Time is that of the
 optimizer steps; evaluations, and the first steps, which compile, do not count.
 
-Learning rates come from benchmarks/results/families.json, where each family's best of four was found at width 192. The rule for
+Learning rates come from benchmarks/results/families-2026-11.json, where each family's best of four was found at width 192. The rule for
 other widths is 1 / width, as for Adam in muP (arXiv 2203.03466). It was derived for dense hidden matrices, so it is a guess for
 factors; `--rate-factor 2` and `0.5` test it.
 """
@@ -28,7 +28,7 @@ from boost.train.loop import Trainer
 from boost.train.rundir import environment
 
 FAMILIES = ("dense", "svd", "cola", "lax")
-TUNED = Path(__file__).parents[1] / "results" / "families.json"
+TUNED = Path(__file__).parents[1] / "results" / "families-2026-11.json"
 COMPILES = 10
 """First steps, whose time does not count."""
 
