@@ -15,8 +15,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
-        usual = [pytest.param(name, marks=[pytest.mark.nightly] * (name in known.NIGHTLY)) for name in known.REFERENCES]
-        metafunc.parametrize("family", metafunc.config.getoption("--family") or usual)
+        own = metafunc.config.getoption("--family")
+        late = known.NIGHTLY + known.MORE_BY_NIGHT * bool({"row", "layout"} & set(metafunc.fixturenames))
+        usual = [pytest.param(name, marks=[pytest.mark.nightly] * (name in late)) for name in known.REFERENCES]
+        metafunc.parametrize("family", own or usual)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,8 @@ REFERENCES = {
 """Plain PyTorch, by family."""
 NIGHTLY = ("crossed",)
 """Families that are not run on each commit."""
+MORE_BY_NIGHT = ("gelu",)
+"""Families whose layouts are run by night only: another activation is nothing new to a layout."""
 
 
 @functools.cache
