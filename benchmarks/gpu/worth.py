@@ -7,8 +7,8 @@
 learning rate, so that a loss read off at any time, number of tokens or number of FLOPs is comparable. Time is that of the
 optimizer steps; evaluations, and the first steps, which compile, do not count.
 
-Learning rates come from benchmarks/results/families-2026-11.json, where each family's best of four was found at width 192. The rule for
-other widths is 1 / width, as for Adam in muP (arXiv 2203.03466). It was derived for dense hidden matrices, so it is a guess for
+Learning rates come from benchmarks/results/families-2026-11.json, where each family's best of four was found at width 192. The rule
+for other widths is 1 / width, as for Adam in muP (arXiv 2203.03466). It was derived for dense hidden matrices, so it is a guess for
 factors; `--rate-factor 2` and `0.5` test it.
 """
 
