@@ -117,5 +117,5 @@ def test_a_forward_of_ones_own_runs_once() -> None:
 
 
 def test_latents_that_cross_need_a_decoder() -> None:
-    with pytest.raises(ConfigError, match="family = 'lax' passes latents from block to block"):
+    with pytest.raises(ConfigError, match="family = 'lax' passes latents or outputs from block to block"):
         Block(**SIZES, family="lax")(stream())
