@@ -91,6 +91,14 @@ def test_blocks_are_alike_by_their_linears() -> None:
     assert groups(model, 0) == groups(model, 3)
 
 
+def test_a_block_of_full_rank_has_no_factors_of_a_product() -> None:
+    with known.registered():
+        model = toy.toy_config(model={"family": "cr_net", "layers": 4}).model
+        assert [first_alike(model, layer) for layer in range(4)] == [0, 1, 1, 1]
+        with pytest.raises(ConfigError, match="to which model.family = 'cr_net' is not invariant"):
+            toy.toy_config(model={"family": "cr_net"}, optim={"name": "loro"})
+
+
 def test_what_a_family_does_not_define_is_refused() -> None:
     spectral = "defines A and B of one rank, but attn.q of model.family = 'gated' has A .8., G .8., B .8.; use 'cola' or 'xavier'"
     with known.registered():
