@@ -58,7 +58,8 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
     optimizer = build_optimizer(params, config, mesh)
     tracker = MemoryTracker()
     for storage in params:
-        tracker.watch(storage.tensor, WEIGHTS, short_role(storage.slices[0].parameter.role))
+        first = storage.slices[0].parameter
+        tracker.watch(storage.tensor, WEIGHTS, short_role(first.role, first.makes_outputs))
         if storage.tensor.grad is not None:
             tracker.watch(storage.tensor.grad, GRADIENTS)
     for value in optimizer.state_tensors():

@@ -140,7 +140,7 @@ def test_a_training_step(store: Path, tmp_path: Path) -> None:
     assert not watch.seen.exceeds(STEP), watch.seen
 
 
-EVENING = 2658
+EVENING = 2694
 """Lines that a reader of the core reads in one evening."""
 
 
@@ -162,7 +162,7 @@ CORE = (
     "config/architecture.py",
     "families/",
 )
-CORE_FILES, CORE_LINES = 43, 6899
+CORE_FILES, CORE_LINES = 43, 6976
 
 
 def test_the_core_is_small() -> None:

@@ -156,7 +156,9 @@ def _kept_bytes(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor]) 
     """Bytes that a forward pass saves for the backward pass, excluding the loss."""
     tracker = MemoryTracker()
     for fused in fused_params(decoder):
-        tracker.watch(fused.tensor, WEIGHTS, short_role(fused.slices[0].parameter.role))
+        tracker.watch(
+            fused.tensor, WEIGHTS, short_role(fused.slices[0].parameter.role, fused.slices[0].parameter.makes_outputs)
+        )
 
     def loss(*arguments: Any) -> Any:
         tracker.scope = LOGITS

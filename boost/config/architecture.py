@@ -29,9 +29,12 @@ class Parameter:
     role: str
     """embed | head | tied (both) | norm | final_norm | {enter,leave}.{inner,outer,weight} | q.{outer,weight} and kv.{outer,weight}
     (outputs are heads) | o.{inner,weight} (inputs are heads) | bias.{q,kv,o} | qk_norm | latent.rows and latent.whole (extra
-    parameters of linears; latent.rows may be sharded along the rank) | select.{enter,leave,o} (not trained)"""
+    parameters of linears; latent.rows may be sharded along the rank) | output.{enter,leave} (of their outputs) |
+    select.{enter,leave,o} (not trained)"""
     initial: Initial | None = None
     """Initial values; None: those of its role."""
+    makes_outputs: bool = False
+    """Whether it is an inner map whose results are a linear's outputs."""
 
     @property
     def size(self) -> int:
@@ -100,24 +103,29 @@ class GroupSpec:
         for part in zip(*(getattr(slot.linear, kind) for slot in self.slots), strict=True):
             for slot, own in zip(self.slots, part, strict=True):
                 shape: tuple[int, ...] = (slot.d_out, own.width) if kind == "outer" else (own.width, slot.d_in)
-                side = _AT_HEADS.get((slot.name, kind), self.side)
-                role = f"{side}.{kind}"
+                role = self.role(slot, kind)
                 if kind == "select":
-                    shape, role = shape[:1], f"select.{side}"
-                result.append(Parameter(f"{prefix}.{slot.name}.{own.name}", shape, role, own.initial))
+                    shape, role = shape[:1], f"select.{role.partition('.')[0]}"
+                is_full = kind == "inner" and not slot.linear.outer
+                result.append(Parameter(f"{prefix}.{slot.name}.{own.name}", shape, role, own.initial, is_full))
         return tuple(result)
+
+    def role(self, slot: Slot, kind: MapKind) -> str:
+        """Role of the maps of one kind."""
+        return f"{_AT_HEADS.get((slot.name, kind), self.side)}.{kind}"
 
     @property
     def kind(self) -> Linear:
-        """What its linears have in common: a linear's own `carries`, `mixes_elements` and `sums`."""
+        """What its linears have in common: a linear's own `carries`, `mixes_elements`, `sums`, and whether it has outer maps."""
         return self.slots[0].linear
 
     def extras(self, prefix: str) -> dict[str, tuple[Parameter, ...]]:
         """The extra parameters by the name of the tensor that stores them: `norm_weight` of all slots, or `gate_weight_q`."""
         stored: dict[str, tuple[Parameter, ...]] = {}
         for part in zip(*(slot.linear.extra for slot in self.slots), strict=True):
+            role = f"output.{self.side}" if part[0].is_output else _LATENT[part[0].is_whole]
             made = [
-                Parameter(f"{prefix}.{slot.name}.{own.name}", own.shape, _LATENT[own.is_whole], own.initial)
+                Parameter(f"{prefix}.{slot.name}.{own.name}", own.shape, role, own.initial)
                 for slot, own in zip(self.slots, part, strict=True)
             ]
             if part[0].is_joined:
@@ -158,6 +166,8 @@ def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupS
             raise ConfigError(
                 f"{name}.{wide.name} of model.family = '{model.family}' selects {wide.width} inputs; at most {d_in} are valid"
             )
+        if linear.inner and not linear.outer and linear.up_width != d_out:
+            raise ConfigError(f"{name} of model.family = '{model.family}' makes {linear.up_width} outputs, not {d_out}")
         return Slot(name, d_in, d_out, linear, name in ("attn.k", "attn.v"), bias)
 
     return (
@@ -180,15 +190,15 @@ def attention_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> t
 
 
 def taken(model: ModelConfig, layer: int) -> tuple[GroupSpec, ...]:
-    """The groups of the previous block that carry their latents to block `layer`, in order; none for the first block, nor for one
-    after the last."""
+    """The groups of the previous block that carry latents or outputs to block `layer`, in order; none for the first block, nor for
+    one after the last."""
     if not 0 < layer < model.layers:
         return ()
     return tuple(group for group in groups(model, layer - 1) if group.kind.carries != "nothing")
 
 
 def carries(model: ModelConfig) -> bool:
-    """Whether latents pass from any block to the next."""
+    """Whether latents or outputs pass from any block to the next."""
     return any(taken(model, layer + 1) for layer in different_blocks(model))
 
 
@@ -200,8 +210,8 @@ def slot_of(model: ModelConfig, name: str) -> Slot:
 
 
 def first_alike(model: ModelConfig, layer: int) -> int:
-    """The first block with the same linears as block `layer`, fed by as many latents of the previous block, and with rotary
-    embeddings if it has them."""
+    """The first block with the same linears as block `layer`, fed by tensors of the same widths by the previous block, and with
+    rotary embeddings if it has them."""
     return _first_alike(model)[layer]
 
 
@@ -230,7 +240,9 @@ def is_product(model: ModelConfig) -> bool:
 @functools.lru_cache(maxsize=256)
 def _first_alike(model: ModelConfig) -> tuple[int, ...]:
     first: dict[object, int] = {}
-    arriving = ([(group.name, group.up_widths) for group in taken(model, n)] for n in range(model.layers))
+    arriving = (
+        [(g.name, g.kind.carries == "latents" and g.up_widths) for g in taken(model, n)] for n in range(model.layers)
+    )
     kinds = ((groups(model, n), tuple(prev), n in model.nope_layers) for n, prev in enumerate(arriving))
     return tuple(first.setdefault(kind, n) for n, kind in enumerate(kinds))
 

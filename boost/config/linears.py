@@ -42,7 +42,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Extra:
-    """A parameter of a linear beside its maps, which `Math.mix` and `Math.normalize` read. `shape`: of the whole parameter."""
+    """A parameter of a linear beside its maps, which the family's mathematics reads. `shape`: of the whole parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,6 +53,8 @@ class Extra:
     """Whether the linears that share an input store it as one tensor, which mathematics reads at once."""
     multiplied: int = 0
     """Multiplications with its elements per token, for FLOPs."""
+    is_output: bool = False
+    """Whether it is one number for the linear's outputs, which `Math.finish` reads, and not for its latents."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,11 @@ class Select(Map):
 class Linear:
     """y = W x (`weight`), or y = B h (`outer`) with h = act(u), where u is the results of the `inner` maps side by side, then the
     selected inputs (`select`). act may change the width, as a gate does from 2 r to r. Several outer maps read h in turn, and their
-    results are added. Raises ConfigError for anything else.
+    results are added. One inner map alone has a linear's full rank: the outer map is the identity, and there is no act. Raises
+    ConfigError for anything else.
 
     If it has `extra` parameters, or the same linear of the previous block `carries` its latents h to this one, act is preceded by
-    the family's `Math.mix` and `Math.normalize`.
+    the family's `Math.mix` and `Math.normalize`. If it carries outputs, or `extra` has one for outputs, `Math.finish` follows.
     """
 
     inner: tuple[Map, ...] = ()
@@ -76,7 +79,7 @@ class Linear:
     weight: tuple[Map, ...] = ()
     select: tuple[Select, ...] = ()
     extra: tuple[Extra, ...] = ()
-    carries: Literal["nothing", "latents"] = "nothing"
+    carries: Literal["nothing", "latents", "outputs"] = "nothing"
     """What the same linear of the next block gets."""
     mixes_elements: bool = False
     """Whether `Math.mix` needs each latent of the previous block whole."""
@@ -88,11 +91,15 @@ class Linear:
         names = [part.name for part in maps] + [part.name for part in self.extra]
         if len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
             raise ConfigError(f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G")
-        kinds = bool(self.inner), bool(self.outer), len(self.weight), bool(self.weight and self.select)
-        if kinds not in ((True, True, 0, False), (False, False, 1, False)):
+        alone = len(self.inner), len(self.weight), len(self.select)
+        if alone not in ((1, 0, 0), (0, 1, 0)) if not self.outer else self.weight or not self.inner:
             raise ConfigError(
-                f"a linear of maps {', '.join(names)} is not supported; it has inner and outer maps, or one weight"
+                f"a linear of maps {', '.join(names)} is not supported; it has inner and outer maps, one inner map, or one weight"
             )
+        if not self.outer and (self.carries == "latents" or not all(extra.is_output for extra in self.extra)):
+            raise ConfigError(f"a linear of {names[0]} alone has no latents, so it can carry and mix none")
+        if wrong := next((extra for extra in self.extra if extra.is_output and extra.shape != (1,)), None):
+            raise ConfigError(f"{wrong.name} is for outputs, so its shape is (1,), not {wrong.shape}")
         if drawn := next((part.name for part in self.select if isinstance(part.initial, float)), None):
             raise ConfigError(
                 f"{drawn} selects inputs, so its initial values come from a function, not from a normal draw"
@@ -102,7 +109,12 @@ class Linear:
     def is_pair(self) -> bool:
         """Whether it has just factors A and B, of one rank."""
         maps = (*self.inner, *self.outer, *self.select)
-        return "".join(part.name for part in maps) == FACTORS and self.down_width == self.up_width
+        return [part.name for part in maps] == list(FACTORS) and self.down_width == self.up_width
+
+    @property
+    def last(self) -> tuple[Map, ...]:
+        """The maps that make its outputs; the first one adds a bias where maps are modules."""
+        return self.outer or self.inner
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -118,4 +130,4 @@ class Linear:
     @property
     def up_width(self) -> int:
         """Width of h."""
-        return sum(part.width for part in self.outer)
+        return sum(part.width for part in self.last)

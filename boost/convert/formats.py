@@ -436,7 +436,7 @@ def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
             if form == "boost" and is_factor(parameter.role):
                 name += ".weight"
             elif form == "boost" and factor == "bias":
-                name = f"{linear}.{slot_of(model, name).linear.outer[0].name}.bias"
+                name = f"{linear}.{slot_of(model, name).linear.last[0].name}.bias"
             yield Entry(_name(name, form), shape, (parameter,), transposed)
 
 

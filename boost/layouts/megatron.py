@@ -38,7 +38,7 @@ class Megatron(Replicated):
             partial = group.down(partial)
         update = self.start(self.from_shards, partial)
         yield
-        flow.add(update.wait())
+        flow.add(update.wait(), group)
 
 
 class MegatronSP(TokenSharded, Megatron):

@@ -148,8 +148,9 @@ class BaseLayout:
     def residual_shape(self, tokens: int) -> tuple[int, int]:
         return self.spec.residual_shape(self.model, self.parallel, tokens)
 
-    def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
-        return self.spec.latent_shape(self.parallel, tokens, rank)
+    def carried_shapes(self, group: GroupSpec, tokens: int) -> list[tuple[int, int]]:
+        shapes = self.spec.carried_shapes(group, self.model, self.parallel, tokens)
+        return [(tokens, width) for _, width in shapes] if self.is_inference else shapes
 
     def norm(self, x_TD: Tensor, gamma_D: Tensor) -> Tensor:
         """RMSNorm of whole rows."""
@@ -174,7 +175,7 @@ class BaseLayout:
         prev_TR = flow.take() if group.takes_prev else None
         (update,), kept = group.up_runner(group.up, u_TR, prev_TR, None, start_grad_sum)
         flow.latents += kept
-        flow.add(update)
+        flow.add(update, group)
         return NOTHING_IN_FLIGHT
 
     def loss(self, normed_TD: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None) -> Tensor:
@@ -236,9 +237,6 @@ class TokenSharded(Replicated):
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
         return (tokens, self.model.dim) if self.is_inference else super().residual_shape(tokens)
-
-    def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
-        return (tokens, rank) if self.is_inference else super().latent_shape(rank, tokens)
 
     def embed(self, flow: Flow, table: Tensor, dtype: torch.dtype) -> Iterator[None]:
         """Each process looks up its own columns for all tokens. One all-to-all of T D/p elements in each pass."""

@@ -82,12 +82,12 @@ class Vanilla(Replicated):
         (update,) = self._up(flow, partial, group)
         summed = self.start(SUM_FORWARD, update)
         yield
-        flow.add(summed.wait())
+        flow.add(summed.wait(), group)
 
     def _up(self, flow: Flow, u_TR: Tensor, group: LinearGroup) -> Sequence[Tensor]:
         """act and this process's columns of B. Mathematics that mixes the elements of latents needs all latents of the previous
         block, and its sums are over each whole latent."""
-        if group.mixer is None:
+        if not group.mixes:
             outputs, kept = group.up_runner(group.up, u_TR)
         else:
             prev_TR = flow.take() if group.takes_prev else None

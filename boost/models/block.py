@@ -44,14 +44,15 @@ def attention(
 ) -> Iterator[None]:
     """x + o(attention(q, k, v)), where q, k, v are projections of norm(x). `cache`: this block's cache, during generation."""
     yield from layout.enter(flow, gamma, qkv)  # norm and A; delivers the latents of q, k, v
+    prev = flow.take_outputs(qkv) if qkv.takes_outputs else ()
     if context.share is None:
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
         partial, latents, keys_values = qkv.policy.attention(
-            _attend, layout, context, qkv, o, cache, flow.arrived, before
+            _attend, layout, context, qkv, o, cache, flow.arrived, before, prev
         )
         flow.keys_values += keys_values
     else:  # sequences are sharded over the context axis, so heads, or keys and values, are exchanged around attention
-        *q_k_v, latents = qkv.policy.local(_project_qkv, layout, context, qkv, flow.arrived)
+        *q_k_v, latents = qkv.policy.local(_project_qkv, layout, context, qkv, flow.arrived, prev)
         yield from layout.enter_attention(flow, [y.flatten(2).flatten(0, 1) for y in q_k_v], context)
         q_k_v = split_heads(flow.arrived, qkv.heads.head_dim, context.batch)
         before = flow.first_half.keys_values.pop(0) if flow.first_half is not None else ()
@@ -73,19 +74,24 @@ def _attend(
     cache: KVCache | None,
     arrived: Arrived,
     before: KeysValues,
+    prev: Latents,
 ) -> tuple[Tensor, Latents, list[tuple[Tensor, Tensor]]]:
-    """Segment: latents of q, k, v -> A a for this process's heads, latents for the next block, and keys and values for
-    the second half of the sequence."""
+    """Segment: latents of q, k, v -> A a for this process's heads, latents or outputs for the next block, and keys and values
+    for the second half of the sequence. `prev`: outputs of the previous block."""
     projected, latents = layout.up(arrived, qkv)
+    if qkv.finishes:
+        projected, latents = qkv.finish(projected, latents, prev)
     attended, keys_values = attend(*qkv.heads.split(projected, context), context, cache, before)
     return layout.down(attended, o), latents, keys_values
 
 
 def _project_qkv(
-    layout: Layout, context: Context, qkv: LinearGroup, arrived: Arrived
+    layout: Layout, context: Context, qkv: LinearGroup, arrived: Arrived, prev: Latents
 ) -> tuple[Tensor, Tensor, Tensor, Latents]:
-    """Segment: latents of q, k, v -> rotated q and k, v, as heads [B, S, H, E]; latents for the next block."""
+    """Segment: latents of q, k, v -> rotated q and k, v, as heads [B, S, H, E]; what is for the next block."""
     projected, latents = layout.up(arrived, qkv)
+    if qkv.finishes:
+        projected, latents = qkv.finish(projected, latents, prev)
     return *qkv.heads.split(projected, context), latents
 
 
@@ -94,16 +100,19 @@ def mlp(
 ) -> Iterator[None]:
     """x + down(act(gate) up), where gate and up are projections of norm(x); act is SiLU or the identity."""
     yield from layout.enter(flow, gamma, gate_up)
-    partial, latents = gate_up.policy.local(_gate, layout, gate_up, down, silu, flow.arrived)
+    prev = flow.take_outputs(gate_up) if gate_up.takes_outputs else ()
+    partial, latents = gate_up.policy.local(_gate, layout, gate_up, down, silu, flow.arrived, prev)
     flow.latents += latents
     yield from layout.leave(flow, partial, down)
 
 
 def _gate(
-    layout: Layout, gate_up: LinearGroup, down: LinearGroup, silu: bool, arrived: Arrived
+    layout: Layout, gate_up: LinearGroup, down: LinearGroup, silu: bool, arrived: Arrived, prev: Latents
 ) -> tuple[Tensor, Latents]:
-    """Segment: latents of gate and up -> A (act(gate) up) for this process's channels, latents for the next block."""
+    """Segment: latents of gate and up -> A (act(gate) up) for this process's channels, and what is for the next block."""
     (gate, up), latents = layout.up(arrived, gate_up)
+    if gate_up.finishes:
+        (gate, up), latents = gate_up.finish((gate, up), latents, prev)
     return layout.down(gated_product(gate, up, silu), down), latents
 
 

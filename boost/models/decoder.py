@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens in each, T = B * S; x is the residual stream in the layout's shape.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -161,8 +162,8 @@ class Decoder(FusedModule):
 
     def _boundary(self, layout: Layout, tokens: int, layer: int) -> list[tuple[int, int]]:
         """Shapes of what block `layer` gets from the one before."""
-        ranks = [sum(group.up_widths) for group in architecture.taken(self.model, layer)]
-        return [layout.residual_shape(tokens), *(layout.latent_shape(rank, tokens) for rank in ranks)]
+        carried = [layout.carried_shapes(group, tokens) for group in architecture.taken(self.model, layer)]
+        return [layout.residual_shape(tokens), *itertools.chain(*carried)]
 
     def _context(
         self,
@@ -194,8 +195,9 @@ class Decoder(FusedModule):
         if not halves:
             return [_Part(tokens_BS, context, received)]
         tokens = tokens_BS.tensor_split(2, dim=0 if tokens_BS.shape[0] > 1 else 1)
-        rows = [self.layout.residual_shape(half_BS.numel())[0] for half_BS in tokens]
-        arrived = zip(*(x.split(rows) for x in received), strict=True) if received else [()] * 2
+        sizes = [half_BS.numel() for half_BS in tokens]
+        parts = (x.split([len(x) * size // sum(sizes) for size in sizes]) for x in received)
+        arrived = zip(*parts, strict=True) if received else [()] * 2
         return [_Part(*half) for half in zip(tokens, context.halves(), arrived, strict=True)]
 
     def _run_blocks(self, layout: Layout, parts: "Sequence[_Part]") -> list[Stream]:

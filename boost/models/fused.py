@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class Sharding(Protocol):
     def residual_shape(self, tokens: int) -> tuple[int, int]:
         """Local shape of the residual stream for `tokens` tokens, which pipeline stages exchange."""
 
-    def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
-        """Local shape of the latents passed to the next block, given their full width `rank`."""
+    def carried_shapes(self, group: GroupSpec, tokens: int) -> list[tuple[int, int]]:
+        """Local shapes of the latents, or of the outputs, that a group carries to the next block."""
 
 
 def local_slice(parameter: Parameter, layout: Sharding, whole: Tensor) -> Tensor:
@@ -45,6 +45,22 @@ def local_slice(parameter: Parameter, layout: Sharding, whole: Tensor) -> Tensor
         return whole
     length = parameter.shape[dim] // layout.size
     return whole.narrow(dim, layout.rank * length, length)
+
+
+class Identity(NamedTuple):
+    """A process's rows or columns of the identity, as an outer map: how many zeros a latent gains on its left and on its right, or
+    how many elements it loses if negative."""
+
+    left: int
+    right: int
+
+    @classmethod
+    def placed(cls, width: int, dim: int | None, own: tuple[int, int] | None, layout: Sharding) -> "Identity":
+        """Sharded along `dim`, or with `own` (first, number of) rows; else whole."""
+        shard = width // layout.size
+        first, length = own or ((0, width) if dim is None else (layout.rank * shard, shard))
+        sign = 1 if dim == 1 else -1
+        return cls(sign * first, sign * (width - first - length))
 
 
 def local_kv_heads(kv_heads: int, layout: Sharding) -> int:

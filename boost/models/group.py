@@ -14,15 +14,15 @@ from boost.config.layouts import local_shape
 from boost.config.schema import ModelConfig
 from boost.config.storage import fused_weights
 from boost.models.attention import Heads, own_head
-from boost.models.fused import FusedModule, Sharding
+from boost.models.fused import FusedModule, Identity, Sharding
 from boost.models.kernels import StartCollective, UpProject, linear, projected, scale, select
 from boost.models.latents import Mixer, act_of, math_of
 from boost.models.recompute import RecomputePolicy, call
 
 Latents = tuple[Tensor, ...]
-"""Latents, one tensor per group of linears; empty for families that pass none from block to block."""
+"""What passes from block to block: latents, one tensor per group of linears, or outputs, one per linear."""
 Outputs = tuple[Sequence[Tensor], Latents]
-"""Outputs of a group of linears, one per slot, and its latents for the next block, if any."""
+"""Outputs of a group of linears, one per slot, and what it carries to the next block, if anything."""
 
 
 class LinearGroup:
@@ -30,7 +30,7 @@ class LinearGroup:
     them, `up` an output for each. Subclasses store the weights.
 
     Low-rank linears: u = A x, all slots side by side, then selected inputs; y = B act(u). What is between A and B is the family's
-    (`model.math`).
+    (`model.math`). Linears of full rank have the identity as B.
     """
 
     inner: Tensor
@@ -42,7 +42,7 @@ class LinearGroup:
     bias: Tensor
     """For o, if it `adds_bias`."""
     mixer: Mixer | None
-    """What comes before act, if the family `mixes` something into the latents."""
+    """What the family does to latents before act, if it `mixes` any, and to outputs, if it `finishes` them."""
     up_widths: list[int]
     """Local width of what each outer map reads."""
 
@@ -58,32 +58,42 @@ class LinearGroup:
         """Local width of each inner map's result, then of the selected inputs of each slot."""
         self.inner_widths = self.down_widths[: len(inner)]
         of_slot = [tuple(self.down_widths[slot::slots]) for slot in range(slots)]
-        self.slot_acts = [act_of(model, widths) for widths in of_slot]
-        """The activation of each slot by itself."""
-        self.act = act_of(model, tuple(map(sum, zip(*of_slot, strict=True))))
+        widths = tuple(map(sum, zip(*of_slot, strict=True))), *of_slot
+        self.act, *self.slot_acts = [act_of(model, each) if shape.kind.outer else None for each in widths]
+        """The activation of all slots side by side, and of each by itself."""
         self.input_shard = layout.rank if placed and placed[0][1].dim == 1 else 0
         """Which shard of the inputs this process has."""
         self.as_heads = [layout.crosses_as_heads(slot) for slot in shape.slots]
         """For each slot, whether this process computes all heads of its tokens, which are then exchanged."""
         taken = architecture.taken(model, layer)
         self.before = next((group for group in taken if group.name == shape.name), None)
-        """This group of the previous block, if it carries its latents to this one."""
-        self.takes_prev = self.before is not None
-        self.feeds_next = any(group.name == shape.name for group in architecture.taken(model, layer + 1))
-        """Whether the next block uses these latents."""
-        self.mixes = self.takes_prev or bool(shape.kind.extra)
+        """This group of the previous block, if it carries its latents or its outputs to this one."""
+        carried = self.before.kind.carries if self.before is not None else ""
+        fed = [group.kind.carries for group in architecture.taken(model, layer + 1) if group.name == shape.name]
+        self.takes_prev, self.takes_outputs = carried == "latents", slots * (carried == "outputs")
+        """Whether it takes the previous block's latents, and how many of its outputs."""
+        self.feeds_next, self.feeds_outputs = "latents" in fed, "outputs" in fed
+        """Whether the next block uses these latents, or these outputs."""
+        at_output = [extra.is_output for extra in shape.kind.extra]
+        self.mixes = self.takes_prev or not all(at_output)
         """Whether the family's mathematics does more with the latents than act."""
+        self.finishes = "outputs" in (carried, *fed) or any(at_output)
+        """Whether it does something with the outputs."""
         self.adds_bias = shape.side == "leave" and shape.slots[0].bias
-        weights = zip(shape.slots, shape.maps("", "outer" if model.low_rank else "weight"), self.as_heads, strict=False)
-        is_copy = [slot.kv and layout.placement(w.role).dim is None and not heads for slot, w, heads in weights]
+        dims = [layout.placement(shape.role(s, "outer" if model.low_rank else "weight")).dim for s in shape.slots]
+        each_slot = zip(shape.slots, dims, self.as_heads, strict=True)
+        is_copy = [slot.kv and dim is None and not heads for slot, dim, heads in each_slot]
         self.own_heads = [own_head(model, layout) if copied else None for copied in is_copy]
         """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
+        full = zip(shape.slots if model.low_rank and not shape.kind.outer else (), dims, self.own_heads, strict=False)
+        self.identities = [Identity.placed(slot.d_out, dim, own, layout) for slot, dim, own in full]
+        """The outer maps of linears of full rank."""
         self.recompute(policy)
 
     def recompute(self, policy: RecomputePolicy) -> None:
         """Chooses the recomputation policy for later backward passes."""
         self.policy = policy
-        self.is_hand_written = policy.block is call
+        self.is_hand_written = policy.block is call and not self.identities
         """Whether hand-written autograd nodes use weights. They do not if a whole block is recomputed, because
         recomputation stops before the last GEMM only if that GEMM is a separate node."""
         has_backward = self.act is None or self.act.backward is not None
@@ -127,8 +137,10 @@ class LinearGroup:
             return zip(rows, itertools.repeat(None), strict=False)
         return zip(rows, self.by_slot(self.index.split(self.down_widths[len(self.inner_widths) :])), strict=True)
 
-    def outer_by_slot(self) -> list[Sequence[Tensor]]:
+    def outer_by_slot(self) -> Sequence[Sequence[Tensor] | Identity]:
         """The weights of `up` that belong to each slot."""
+        if self.identities:
+            return self.identities
         weights, slots = self.weights(), len(self.shape.slots)
         return [weights[slot::slots] for slot in range(slots)]
 
@@ -151,7 +163,7 @@ class LinearGroup:
 
     def activate(self, u_TR: Tensor, prev_TR: Tensor | None = None, is_mixed: bool = False) -> tuple[Tensor, Latents]:
         """u -> (h = act(u), latents for the next block). Before act, u is mixed, unless it `is_mixed` already."""
-        if self.mixer is not None and not is_mixed:
+        if self.mixer is not None and self.mixes and not is_mixed:
             u_TR = self.mixer(u_TR, prev_TR)
         h_TR = u_TR if self.act is None else self.act.forward(u_TR)
         return h_TR, (h_TR,) if self.feeds_next else ()
@@ -161,6 +173,12 @@ class LinearGroup:
         weights, widths = self.outer_by_slot(), self.up_widths
         parts = h_TR.split(widths, dim=-1) if len(widths) > 1 else (h_TR,)
         return list(map(projected, self.by_slot(parts, dim=-1), weights))
+
+    def finish(self, y: Sequence[Tensor], kept: Latents, prev: Latents) -> Outputs:
+        """Outputs as the rest of the block uses them, combined with those of the previous block; what is for the next block."""
+        assert self.mixer is not None
+        y = self.math.finish(y, prev, self.mixer)
+        return y, (*kept, *y) if self.feeds_outputs else kept
 
 
 class Dense(LinearGroup):
@@ -205,9 +223,9 @@ class FusedLinearGroup(LinearGroup, FusedModule):
             slots, names = zip(*(parameter.name.split(".")[-2:] for parameter in parameters), strict=True)
             self._up.append("_".join((names[0], *slots)))
             self.add_fused_param(self._up[-1], parameters, layout)
-        self.up_widths = [getattr(self, name).shape[1] for name in self._up]
+        self.up_widths = [getattr(self, name).shape[1] for name in self._up] or self.down_widths
         self._uses_all_rows = not any(self.own_heads)
-        self.mixer = Mixer(self.math, shape, self.before, prefix, layout) if self.mixes else None
+        self.mixer = Mixer(self.math, shape, self.before, prefix, layout) if self.mixes or self.finishes else None
 
     def weights(self) -> Sequence[Tensor]:
         stored = [getattr(self, name) for name in self._up]

@@ -23,7 +23,7 @@ class Stream(NamedTuple):
     x: Tensor
     """The residual stream, in the layout's shape."""
     latents: Latents = ()
-    """Latents of the block's groups in forward order."""
+    """What the block's groups carry, latents or outputs, in forward order."""
 
 
 class Flow:
@@ -34,9 +34,9 @@ class Flow:
         self.x = x
         """The residual stream; before the blocks, the tokens."""
         self.prev_latents = prev_latents
-        """Queue from which each group in turn takes the latents of the same group in the previous block."""
+        """Queue from which each group in turn takes what the same group in the previous block carries."""
         self.latents: Latents = ()
-        """Latents of this block's groups so far, for the next block."""
+        """What this block's groups so far carry to the next block."""
         self.arrived: Arrived = ()
         """The inputs of `Layout.up`, or of attention."""
         self.first_half = first_half
@@ -49,8 +49,16 @@ class Flow:
         self.prev_latents = tuple(rest)
         return taken
 
-    def add(self, update: Tensor) -> None:
-        """Adds an update to the residual stream."""
+    def take_outputs(self, group: LinearGroup) -> Latents:
+        """Takes the previous block's outputs for a group from the queue."""
+        taken, self.prev_latents = self.prev_latents[: group.takes_outputs], self.prev_latents[group.takes_outputs :]
+        return taken
+
+    def add(self, update: Tensor, group: LinearGroup) -> None:
+        """Adds the output of a group to the residual stream."""
+        if group.finishes:
+            (update,), kept = group.finish((update,), (), self.take_outputs(group))
+            self.latents += kept
         self.x = self.x + update
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from boost.config.traffic import statistic_dtype
+from boost.models.fused import Identity
 from boost.models.latents import Act
 
 log = logging.getLogger("boost")
@@ -318,8 +319,10 @@ class UpProject(torch.autograd.Function):
         return du_TU, None, None, None, None, *dw
 
 
-def projected(h_TR: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def projected(h_TR: Tensor, weights: Sequence[Tensor] | Identity) -> Tensor:
     """Differentiable sum of h_k B_k^T, [T, O]: each B_k reads its columns of h."""
+    if isinstance(weights, Identity):
+        return F.pad(h_TR, list(weights)) if any(weights) else h_TR
     if len(weights) == 1:
         return linear(h_TR, weights[0])
     parts = h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)

@@ -48,17 +48,16 @@ ACTS: dict[str, Act | None] = {"none": None, "silu": Act(F.silu, torch.ops.aten.
 
 
 class Mixer(FusedModule):
-    """What a family does to the latents of linears that share an input before act: their extra parameters (`Linear.extra`), and
-    the widths of their latents."""
+    """What a family does to the latents of linears that share an input before act, and to their outputs: their extra parameters
+    (`Linear.extra`), and the widths of their latents."""
 
     def __init__(self, math: "Math", shape: GroupSpec, before: GroupSpec | None, prefix: str, layout: Sharding) -> None:
-        """`before`: the same group of the previous block, if it carries its latents to this one."""
+        """`before`: the same group of the previous block, if it carries its latents or its outputs to this one."""
         super().__init__()
         self.math, self.whole_widths = math, shape.down_widths
         widths, prev = shape.down_widths, before.up_widths if before else ()
-        self.widths, self.prev_widths = (
-            tuple(layout.latent_shape(width, layout.size)[1] for width in of_slots) for of_slots in (widths, prev)
-        )
+        shards = layout.size if layout.placement("enter.inner").dim == 0 else 1
+        self.widths, self.prev_widths = (tuple(width // shards for width in of_slots) for of_slots in (widths, prev))
         """Width of each slot's shard on this process, in this block and in the one before."""
         self.names = [slot.short for slot in shape.slots]
         for name, parameters in shape.extras(prefix).items():
@@ -114,6 +113,11 @@ class Math:
     def normalize(self, mixed_TR: Tensor, sums: Tensor | None, mixer: Mixer) -> Tensor:
         """`sums`: over all shards; None if this process has whole latents."""
         return mixed_TR
+
+    def finish(self, y: Sequence[Tensor], prev: Sequence[Tensor], mixer: Mixer) -> Sequence[Tensor]:
+        """Combines the outputs, [T, O] per slot, with those of the previous block, if any (none in the first). Both are this
+        process's shards, so an element may depend only on the same element of each."""
+        raise NotImplementedError(f"{type(self).__name__} has no `finish`, but its linears have outputs to combine")
 
 
 @functools.lru_cache(maxsize=64)

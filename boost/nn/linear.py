@@ -34,6 +34,8 @@ class FamilyLinear(nn.Module):
         """[..., in_features] -> [..., out_features]."""
         parts = [self.get_submodule(name)(x) for name in self.inner]
         u = torch.cat([*parts, *(x[..., self.get_buffer(name)] for name in self.selects)], dim=-1)
+        if not self.outer:
+            return u
         outer: Any = [self.get_submodule(name) for name in self.outer]
         h = (u if self.act is None else self.act.forward(u)).split([part.in_features for part in outer], dim=-1)
         y: Tensor = functools.reduce(torch.add, (part(h_r) for part, h_r in zip(outer, h, strict=True)))

@@ -88,7 +88,7 @@ class SeparateLinears(LinearGroup):
         }
         """(linear, map) of every map, by kind."""
         self._kind = type(linear_of(shape.slots[0].linear, self.act)) if self.low_rank else nn.Linear
-        self.outer = self.paths["outer"][0][1] if self.low_rank else ""
+        self.outer = shape.kind.last[0].name if self.low_rank else ""
         """Name of the map that adds a linear's bias, if it is factored."""
         self.heads = SeparateHeads(owner, spec, layer, self.outer)
         self._norms = ("q_norm", "k_norm") if shape.name == "qkv" and self.heads.has_norms else ()
@@ -129,7 +129,7 @@ class SeparateLinears(LinearGroup):
 
     @property
     def up_widths(self) -> list[int]:  # type: ignore[override]
-        return [module.in_features for module in self.maps("outer")]
+        return [module.in_features for module in self.maps("outer")] or self.down_widths
 
     def weights(self) -> list[Tensor]:
         weights = [local_weight(module) for module in (self.maps("outer") if self.low_rank else self.linears)]
@@ -155,7 +155,7 @@ class SeparateLinears(LinearGroup):
                 return f"{name} {what}"
             maps = (*slot.linear.inner, *slot.linear.outer) if inside else ()
             for part in maps:
-                biased = part is slot.linear.outer[0] and slot.bias
+                biased = part is slot.linear.last[0] and slot.bias
                 if what := difference(cast(nn.Module, linear._modules[part.name]), nn.Linear, biased=biased):
                     return f"{name}.{part.name} {what}"
         for name, norm in zip(self._norms, self.norms, strict=True) if inside else ():
@@ -208,7 +208,9 @@ class CalledDense(Dense, CalledLinears):
 
 def called(group: SeparateLinears, batch: int) -> CalledLinears:
     """If the block does more with latents than act, which no linear as a whole knows, maps are called; else whole linears. Raises
-    ConfigError if such a linear is not plain as a whole."""
+    ConfigError if such a linear is not plain as a whole, or would add a bias or a norm to outputs that the block computes with."""
+    if group.finishes and (group.adds_bias or group.heads.has_biases or group.heads.has_norms):
+        raise ConfigError(f"{group.names[0]} is not plain, but its block computes with outputs before biases and norms")
     if not group.feeds_next and not group.mixes:
         return CalledDense(group, batch)
     if what := group.changed(inside=False):
@@ -273,7 +275,7 @@ class Sublayer(FusedModule):
             path = f"{slot_name}_proj.{group.outer}" if self.model.low_rank else f"{slot_name}_proj"
             self.get_submodule(path).bias = nn.Parameter(torch.empty(self.spec.local_shape(parameter)))
             self.describe_child(f"{path}.bias", parameter, self.layout)
-        if group.mixes:
+        if group.mixes or group.finishes:
             self.add_module(f"{shape.name}_mixer", SeparateMixer(group.math, shape, group.before, prefix, self.layout))
         return group
 
@@ -351,7 +353,7 @@ def run_alone(module: "Sublayer | Block", forward: Callable[..., Any], x: Tensor
     model, layout, p = module.model, module.layout, module.layout.size
     if architecture.carries(model):
         raise ConfigError(
-            f"family = '{model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
+            f"family = '{model.family}' passes latents or outputs from block to block; run the blocks through boost.nn.Decoder"
         )
     batch = batch or (x.shape[0] if x.dim() == 3 else 1)
     # A token-sharded stream has T / p rows.
@@ -432,7 +434,8 @@ class Block(TransformerBlock):
             inner = next((part for part in sublayer.modules() if isinstance(part, kind)), None)
             if inner is None:
                 raise ConfigError(f"{name} {what}, not a {kind.__name__}; use a subclass of it, or a hook")
-            before = [Stream(flow.x, tuple(flow.take() for group in inner.groups if group.takes_prev))]
+            taken = sum(group.takes_prev + group.takes_outputs for group in inner.groups)
+            before = [Stream(flow.x, tuple(flow.take() for _ in range(taken)))]
             made = sublayer(*_tensors(layout, before, [context]), run=(layout, [context]))
             ((flow.x, latents),) = _streams(made, 1)
             flow.latents += latents

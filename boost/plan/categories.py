@@ -45,7 +45,7 @@ _MADE_BY = {
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding", "index_select"))
 _SENT = "all_reduce all_gather_into_tensor all_gather reduce_scatter_tensor reduce_scatter all_to_all_single all_to_all wait_tensor"
-_MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach masked_fill {_SENT}".split())
+_MOVES = frozenset(f"add pad constant_pad_nd clone contiguous _to_copy to copy_ cat detach masked_fill {_SENT}".split())
 """Operations that take a residual stream and return one."""
 
 
@@ -55,16 +55,19 @@ def category_of(operation: str, roles: Sequence[str], categories: Sequence[str])
     An inner map produces latents. An outer map or a whole weight produces wide activations in an input projection, and the
     residual stream in an output projection. The embedding produces the residual stream. Any other operation keeps the category of
     its inputs (wide activations take precedence over latents, and latents over the residual stream), except that operations outside
-    _MOVES turn a residual stream into wide activations. Only tensors computed from weights alone have a role.
+    _MOVES, but for scaling by a linear's number, turn it into wide activations. Only tensors computed from weights have a role.
     """
     if roles and not categories and operation != "embedding":
         return COPIES, next((role for role in roles if "norm" not in role), roles[0])
     if roles and operation in _MULTIPLIES:
         return _MADE_BY[roles[0]], ""
     made_of = next((category for category in (WIDE, LATENTS, RESIDUAL) if category in categories), OTHER)
-    return WIDE if made_of == RESIDUAL and operation not in _MOVES else made_of, ""
+    is_moved = operation in _MOVES or any(role.startswith("output.") for role in roles)
+    return WIDE if made_of == RESIDUAL and not is_moved else made_of, ""
 
 
-def short_role(role: str) -> str:
-    """Maps a weight's role to the form that `category_of` expects: every inner map and every index becomes 'inner'."""
-    return "inner" if role.endswith(".inner") or role.startswith("select.") else role
+def short_role(role: str, makes_outputs: bool = False) -> str:
+    """Maps a weight's role to the form that `category_of` expects: every index and every inner map becomes 'inner', unless it makes
+    a linear's outputs, as a whole weight does."""
+    is_inner = role.endswith(".inner") or role.startswith("select.")
+    return role.replace(".inner", ".weight") if makes_outputs else "inner" if is_inner else role

@@ -58,7 +58,10 @@ def micro_batch_collectives(
         result += _issued("backward", head[::-1], part, compute_dtype, parallel)
         for layer, comms in zip(stage.numbers[::-1], blocks[::-1], strict=True):
             policy = recompute[layer] if recompute else "none"
-            for phase, comm in spec.backward(comms, policy, to_the_end=parallel.overlap == "halves"):
+            # Halves are recomputed to the end, and a block's outputs are combined with those of the previous block at its end.
+            goes_on = parallel.overlap == "halves" or any(g.kind.carries == "outputs" for g in taken(model, layer))
+            ends_with_comm = not goes_on and spec.ends_with_comm(groups(model, layer)[-1])
+            for phase, comm in spec.backward(comms, policy, ends_with_comm):
                 result += _issued(phase, [comm], part, compute_dtype, parallel)
         result += _issued("backward", embed[::-1], part, compute_dtype, parallel)
     result += stage_sends("backward", model, parallel, tokens, compute_dtype, stage)
@@ -101,15 +104,13 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
 def stage_sends(
     phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
-    """Sends from a stage in one pass of a micro-batch: this process's shards of the residual stream and of the latents for the
+    """Sends from a stage in one pass of a micro-batch: this process's shards of the residual stream and of what is carried to the
     next block (forward, to the next stage), or of their gradients (backward, to the previous stage)."""
     if stage.has_head if phase == "forward" else stage.has_embedding:
         return
     layer, spec = stage.numbers[-1] if phase == "forward" else stage.numbers[0] - 1, spec_of(parallel)
-    shapes = [spec.residual_shape(model, parallel, tokens)]
-    for group in taken(model, layer + 1):
-        shapes.append(spec.latent_shape(parallel, tokens, sum(group.up_widths)))
-    for shape in shapes:
+    carried = (spec.carried_shapes(group, model, parallel, tokens) for group in taken(model, layer + 1))
+    for shape in (spec.residual_shape(model, parallel, tokens), *itertools.chain(*carried)):
         yield Collective(phase, "send", shape, dtype, 2, "pipeline", axis="pp")
 
 

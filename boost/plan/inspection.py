@@ -132,7 +132,7 @@ class Inspection:
     @property
     def takes_latents(self) -> bool:
         """Whether block `layer` combines its latents with those from the previous block."""
-        return bool(architecture.taken(self.config.model, self.layer))
+        return any(group.kind.carries == "latents" for group in architecture.taken(self.config.model, self.layer))
 
     @property
     def bytes_per_token(self) -> float:

@@ -19,7 +19,7 @@ from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE
 from boost.plan import replicas
-from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
+from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, OPTIMIZER, RESIDUAL, SAVED, WEIGHTS, WORK
 from boost.plan.optimizer import state_bytes, work_bytes
 from boost.plan.structure import held_tensors
 from boost.plan.trace import TracedPass, pass_of_block, trace_embedding, trace_loss
@@ -157,10 +157,12 @@ class _StepMemory:
             if (first := first_of.setdefault(kind, n)) == n:
                 traced = self.traced[n] = pass_of_block(config, n, on_gpu)
                 self.saved[n] = traced.by_category
-                if any(traced.prev_saved):  # latents that only this block keeps alive
-                    before = pass_of_block(config, n - 1, on_gpu).latents_saved
-                    own = sum(size for size, already in zip(traced.prev_saved, before, strict=True) if not already)
-                    self.saved[n] = traced.by_category + Counter({LATENTS: own})
+                if any(traced.prev_saved):  # what the previous block carries and only this block keeps alive
+                    before, own = pass_of_block(config, n - 1, on_gpu), Counter[str]()
+                    each = zip(traced.prev_saved, before.latents, before.latents_saved, strict=True)
+                    for is_saved, (category, size), already in each:
+                        own[category] += size if is_saved and not already else 0
+                    self.saved[n] = traced.by_category + own
             self.traced[n], self.saved[n] = self.traced[first], self.saved[first]
         self.held, self.size = held_tensors(config, self.stages), ITEMSIZE[train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.held.by_stage.values()]

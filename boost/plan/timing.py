@@ -463,7 +463,7 @@ def _kind(model: ModelConfig, train: TrainConfig, stage: Stage) -> tuple[object,
 
 
 def _exchanged(model: ModelConfig, stage: Stage) -> tuple[tuple[GroupSpec, ...], ...]:
-    """The groups whose latents a stage receives, and those whose latents it sends."""
+    """The groups that carry something to a stage, and those of it that do."""
     return taken(model, stage.numbers[0]), taken(model, stage.numbers[-1] + 1)
 
 

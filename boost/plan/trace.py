@@ -22,7 +22,7 @@ from boost.models.attention import Context
 from boost.models.block import interleave
 from boost.models.interface import Flow, Layout, Stream
 from boost.models.recompute import policies
-from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
+from boost.plan.categories import LATENTS, LOGITS, RESIDUAL, WIDE
 from boost.plan.shape_tensor import ShapeTensor
 from boost.plan.structure import MAX_CACHED, altered, traced
 from boost.plan.tape import Flight, Operation, ShapeStorage, work_of
@@ -39,7 +39,7 @@ class TracedPass:
     flights: tuple[Flight, ...]
     """Starts of collectives and waits for them."""
     saved: tuple[tuple[str, int], ...]
-    """(category, bytes) of each tensor saved for the backward pass, except latents from the previous block."""
+    """(category, bytes) of each tensor saved for the backward pass, except what the previous block carries."""
     input_bytes: int
     output_bytes: int
     """Bytes of the outputs; their gradients take as many bytes."""
@@ -52,9 +52,11 @@ class TracedPass:
     new_gradients: int
     """Bytes of weight gradients."""
     prev_saved: tuple[int, ...] = ()
-    """Bytes of each latent from the previous block that this block keeps alive; 0 for any other."""
+    """Bytes of each tensor carried from the previous block that this block keeps alive; 0 for any other."""
     latents_saved: tuple[bool, ...] = ()
-    """Whether each latent for the next block is in `saved`."""
+    """Whether each tensor carried to the next block is in `saved`."""
+    latents: tuple[tuple[str, int], ...] = ()
+    """(category, bytes) of the memory that each of them keeps alive: 0 bytes for a further view of the same."""
 
     @functools.cached_property
     def work(self) -> Counted:
@@ -131,8 +133,8 @@ def _cached(config: Config, key: tuple[object, ...], on_gpu: bool, run: Callable
 def _forward(
     tracer: Tracer, layer: int, policy: RecomputeName
 ) -> "tuple[int, list[tuple[int, weakref.ref[ShapeStorage | None]]], list[ShapeTensor]]":
-    """Runs the forward pass. Returns (bytes of all inputs; bytes of each latent from the previous block, with a weak
-    reference to its memory; for each part, the residual stream and the latents for the next block)."""
+    """Runs the forward pass. Returns (bytes of all inputs; bytes of each tensor carried from the previous block, with a weak
+    reference to its memory; for each part, the residual stream and what is carried to the next block)."""
     tape, parts = tracer.tape, tracer.parts
     block = tracer.block(layer)
     but_attention = functools.partial(tape.checkpoint, selective=True)
@@ -147,8 +149,9 @@ def _forward(
     for _ in range(parts):
         x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
         prev = [
-            tracer.new_input(tracer.layout.latent_shape(sum(group.up_widths), tracer.tokens), LATENTS)
-            for group in taken(tracer.config.model, layer)
+            tracer.new_input(shape, LATENTS if g.kind.carries == "latents" else WIDE if g.side == "enter" else RESIDUAL)
+            for g in taken(tracer.config.model, layer)
+            for shape in tracer.layout.carried_shapes(g, tracer.tokens)
         ]
         streams.append(Stream(x, tuple(prev)))
     input_bytes = tape.live - before
@@ -164,19 +167,22 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
     with tracer.running():
         input_bytes, prev, results = _forward(tracer, layer, policy)
         forward = tape.peak - input_bytes
-        sent = [weakref.ref(x.storage) for x in results]
+        storages = [cast(ShapeStorage, x.storage) for x in results]
+        sent, outputs = list(map(weakref.ref, storages)), len(results) // tracer.parts  # residual stream and latents
+        held = {id(storage): (storage.category, storage.bytes) for storage in storages}
+        latents = tuple(held.pop(id(x), ("", 0)) for i, x in enumerate(storages) if i % outputs)
+        del storages
         gradients = tracer.gradients(results)
         output_bytes = sum(x.nbytes for x in gradients)
         results = [x.without_storage() for x in results]  # owned by the next block
         others = {id(ref()) for _, ref in prev if ref() is not None} | {id(x.storage) for x in gradients}
         saved = tuple(held for key, held in tape.alive.items() if key not in others)
-        outputs = len(sent) // tracer.parts  # residual stream and latents of one part
         latents_saved = tuple(ref() is not None for i, ref in enumerate(sent) if i % outputs)
         prev_saved = tuple(size if ref() is not None else 0 for size, ref in prev)
         backward = tape.backward(results, gradients)
     return TracedPass(
         *tape.record(), saved, input_bytes, output_bytes, forward, *backward,
-        prev_saved=prev_saved, latents_saved=latents_saved,
+        prev_saved=prev_saved, latents_saved=latents_saved, latents=latents,
     )  # fmt: skip
 
 

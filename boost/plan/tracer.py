@@ -117,14 +117,13 @@ class Tracer:
                     parameter = slices[0].parameter
                     held: dict[str, Any] = part._buffers if parameter.is_index else part._parameters
                     shape, role = tuple(held[name].shape), parameter.role
+                    short = short_role(role, parameter.makes_outputs)
                     copied = self.copied and spec_of(self.parallel).may_have_copy(role)
                     dtype = self.dtype if copied or (self.gathered and len(shape) > 1) else self.stored
                     if parameter.is_index:
-                        held[name] = leaf(self.tape, shape, torch.int64, self.device, short_role(role)).without_graph()
+                        held[name] = leaf(self.tape, shape, torch.int64, self.device, short).without_graph()
                         continue
-                    held[name] = leaf(
-                        self.tape, shape, dtype, self.device, short_role(role), self.stored if copied else None
-                    )
+                    held[name] = leaf(self.tape, shape, dtype, self.device, short, self.stored if copied else None)
 
     def gradients(self, results: Tensors) -> list[ShapeTensor]:
         """Allocates gradients for the outputs of a pass."""
@@ -234,6 +233,7 @@ class _Ctx:
 
 
 _USUAL_APPLY: Any = vars(torch.autograd.Function)["apply"]
+_USUAL_ADD = Flow.add
 
 
 def _apply(cls: Any, *inputs: object) -> Any:
@@ -315,9 +315,9 @@ class TracedLayout:
             self._tape.place = place
 
 
-def _add(flow: Flow, update: Any) -> None:
+def _add(flow: Flow, update: Any, group: LinearGroup) -> None:
     """Replaces `Flow.add`: updates of the residual stream are recorded under 'residual'."""
     tape = update.tape
     place, tape.place = tape.place, "residual"
-    flow.x = flow.x + update
+    _USUAL_ADD(flow, update, group)
     tape.place = place

@@ -18,7 +18,7 @@ from boost.config.architecture import (
     is_usual,
 )
 from boost.config.families import ModelConfig
-from boost.config.linears import Linear, Map, Select, Size
+from boost.config.linears import Extra, Linear, Map, Select, Size
 from boost.convert.formats import entries, form_of, modeling
 from boost.errors import ConfigError
 from boost.families import CoLAConfig, DenseConfig, SVDConfig
@@ -31,11 +31,28 @@ I = Select("I", 3, "tests.config.test_linears:same")  # noqa: E741 (the index)
 
 
 @pytest.mark.parametrize(
-    "maps", [{}, {"inner": (A,)}, {"outer": (B,)}, {"select": (I,), "weight": (W,)}, {"outer": (B,), "weight": (W,)}]
+    "maps",
+    [
+        *({}, {"inner": (A, G)}, {"inner": (A,), "select": (I,)}, {"outer": (B,)}),
+        *({"select": (I,), "weight": (W,)}, {"outer": (B,), "weight": (W,)}),
+    ],
 )
 def test_other_maps_are_refused(maps: dict[str, tuple[Map, ...]]) -> None:
-    with pytest.raises(ConfigError, match="is not supported; it has inner and outer maps, or one weight"):
+    with pytest.raises(
+        ConfigError, match="is not supported; it has inner and outer maps, one inner map, or one weight"
+    ):
         Linear(**maps)
+
+
+def test_a_linear_of_full_rank_has_outputs_only() -> None:
+    beta = Extra("beta", (1,), 0.1, is_output=True)
+    assert Linear((W,), extra=(beta,), carries="outputs").up_width == 4
+    with pytest.raises(ConfigError, match="a linear of W alone has no latents, so it can carry and mix none"):
+        Linear((W,), carries="latents")
+    with pytest.raises(ConfigError, match="a linear of W alone has no latents"):
+        Linear((W,), extra=(Extra("gain", (4,), 0.1),))
+    with pytest.raises(ConfigError, match=r"beta is for outputs, so its shape is \(1,\), not \(4,\)"):
+        Linear((A,), (B,), extra=(replace(beta, shape=(4,)),))
 
 
 def test_an_index_is_not_drawn() -> None:
@@ -74,6 +91,14 @@ def test_blocks_are_alike_by_their_linears() -> None:
     assert groups(model, 0) == groups(model, 3)
 
 
+def test_a_block_of_full_rank_has_no_factors_of_a_product() -> None:
+    with known.registered():
+        model = toy.toy_config(model={"family": "cr_net", "layers": 4}).model
+        assert [first_alike(model, layer) for layer in range(4)] == [0, 1, 1, 1]
+        with pytest.raises(ConfigError, match="to which model.family = 'cr_net' is not invariant"):
+            toy.toy_config(model={"family": "cr_net"}, optim={"name": "loro"})
+
+
 def test_what_a_family_does_not_define_is_refused() -> None:
     spectral = "defines A and B of one rank, but attn.q of model.family = 'gated' has A .8., G .8., B .8.; use 'cola' or 'xavier'"
     with known.registered():
@@ -96,6 +121,15 @@ class Wide(CoLAConfig):
         return (
             Linear((Map("A", 9, 0.1),), (Map("B", 9, 0.1),)) if size.name == "mlp.up" else super().linear(layer, size)
         )
+
+
+class WideWhole(CoLAConfig):
+    """Of full rank, but of no linear's width."""
+
+    family: Literal["wide-whole"] = "wide-whole"  # type: ignore[assignment]
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        return Linear((Map("W", 5, 0.1),))
 
 
 class Mixed(CoLAConfig):
@@ -153,14 +187,14 @@ class Greedy(CoLAConfig):
         return replace(pair, outer=(*pair.outer, Map("S", self.channels, 0.1)), select=(index,))
 
 
-for _family in ("wide", "mixed", "whole", "bent", "partly", "greedy"):
+for _family in ("wide", "wide-whole", "mixed", "whole", "bent", "partly", "greedy"):
     ModelConfig.choices.pop(_family)
 
 
 @pytest.fixture
 def own() -> Iterator[None]:
     with known.registered():
-        for family in (Wide, Mixed, Whole, Bent, Partly, Greedy):
+        for family in (Wide, WideWhole, Mixed, Whole, Bent, Partly, Greedy):
             ModelConfig.choices[family.model_fields["family"].default] = family
         yield
 
@@ -170,6 +204,7 @@ def own() -> Iterator[None]:
     [
         ("wide", "vanilla", r"parallel.tp = 2 must divide mlp\.up\.A = 9 and mlp\.up\.B = 9"),
         ("greedy", "btp", r"attn\.q\.index of model\.family = 'greedy' selects 33 inputs; at most 32 are valid"),
+        ("wide-whole", "btp", r"attn\.q of model\.family = 'wide-whole' makes 5 outputs, not 32"),
         ("mixed", "btp", r"attn\.q of model\.family = 'mixed': whole weights cannot be mixed with factors"),
         ("whole", "megatron", "has whole weights, so its math = 'gated_bottleneck:Gated' has no effect"),
     ],

@@ -18,16 +18,17 @@ from tests import references
 from tests.families import crossed
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = {"gated": "gated_bottleneck", "lost": "lost_bottleneck"}
+PACKAGES = {"gated": "gated_bottleneck", "lost": "lost_bottleneck", "cr_net": "cross_layer"}
 """Of examples/families, by family."""
 REFERENCES = {
     "gelu": references.bottleneck(F.gelu),
     "gated": references.gated,
     "lost": references.lost(0.7, 0.3, silu),
+    "cr_net": references.cr_net,
     "crossed": crossed.crossed,
 }
 """Plain PyTorch, by family."""
-NIGHTLY = ("crossed",)
+NIGHTLY = ("crossed", "cr_net")
 """Families that are not run on each commit."""
 MORE_BY_NIGHT = ("gelu",)
 """Families whose layouts are run by night only: another activation is nothing new to a layout."""

@@ -10,10 +10,11 @@ from torch import Tensor
 from boost.config.layouts import layout_spec, layouts_of
 from boost.errors import ConfigError
 from boost.measure.counting import CollectiveCounter
-from boost.nn import Block, LowRankAttention, LowRankMLP, Spec
+from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
 from boost.nn.weights import whole_weight
 from tests import references
 from tests.distributed import run_distributed
+from tests.families import known
 
 SIZES: dict[str, Any] = {"dim": 32, "ffn_dim": 48, "heads": 8, "rank": 8, "dtype": torch.float64}
 
@@ -117,5 +118,23 @@ def test_a_forward_of_ones_own_runs_once() -> None:
 
 
 def test_latents_that_cross_need_a_decoder() -> None:
-    with pytest.raises(ConfigError, match="family = 'lax' passes latents from block to block"):
+    with pytest.raises(ConfigError, match="family = 'lax' passes latents or outputs from block to block"):
         Block(**SIZES, family="lax")(stream())
+
+
+def test_outputs_that_a_block_combines_are_before_biases() -> None:
+    """A linear that is called adds its bias, and that must not pass to the next block."""
+    with known.registered():
+        sizes = {"dim": 32, "ffn_dim": 48, "layers": 2, "heads": 4, "rank": 8, "vocab_size": 64, "family": "cr_net"}
+        for bias in ("none", "qkv"):
+            decoder = Decoder(Spec(**sizes, attn_bias=bias, dtype=torch.float64))
+            tokens = torch.arange(16).view(2, 8)
+            usual = decoder(tokens)
+            decoder.layers[1].attn.q_proj.register_forward_hook(lambda *_: None)
+            if bias == "none":
+                assert (decoder(tokens) - usual).abs().max() < 1e-12
+                continue
+            with pytest.raises(
+                ConfigError, match="q_proj is not plain, but its block computes with outputs before biases"
+            ):
+                decoder(tokens)

@@ -81,7 +81,7 @@ class GroupContext:
     dtype: str
     """Dtype of the activations."""
     prev: GroupSpec | None
-    """The same group of the previous block, if it carries its latents to this one."""
+    """The same group of the previous block, if it carries anything to this one."""
 
     def merged(self, comm: Comm, widths: Sequence[int], **facts: Any) -> Iterator[PlannedComm]:
         """One collective for all slots in the group; without grouping, one per slot."""
@@ -149,14 +149,16 @@ class LayoutSpec:
         own head's rows; the gradients of the copies are summed once per optimizer step.
 
         Biases of q, k and v and the norms of queries and keys act on this process's heads of all tokens, the bias of o on the
-        residual stream. The index of selected inputs is sharded where latents are.
+        residual stream. The index of selected inputs is sharded where latents are. A number for outputs is the same for all.
         """
         if role.startswith("select."):
             return Placement(0) if self.placement(f"{role[7:]}.inner", model, parallel).dim == 0 else WHOLE
-        if role in ("bias.q", "bias.kv", "qk_norm") and self.num_shards(parallel) == 1:
+        if role in ("bias.q", "bias.kv", "qk_norm", "output.enter") and self.num_shards(parallel) == 1:
             return WHOLE
-        if role == "qk_norm" or (role == "bias.kv" and model.kv_heads < parallel.tp):
+        if role in ("qk_norm", "output.enter") or (role == "bias.kv" and model.kv_heads < parallel.tp):
             return PARTIAL
+        if role == "output.leave":
+            return WHOLE if self.residual == "replicated" else PARTIAL
         if role in ("bias.q", "bias.kv"):
             return Placement(0)
         if role == "bias.o":
@@ -185,10 +187,12 @@ class LayoutSpec:
             role.endswith((".inner", ".outer")) and placement.partial for role, placement in self.placements.items()
         )
 
-    @property
-    def ends_with_comm(self) -> bool:
-        """Whether a block ends with a collective, whose result the backward pass does not need."""
-        return not self.mlp_token_local and self.placements["leave.outer" if self.low_rank else "leave.weight"].dim == 1
+    def ends_with_comm(self, group: GroupSpec) -> bool:
+        """Whether a block that ends with this group ends with a collective, whose result the backward pass does not need."""
+        if self.mlp_token_local or self.single_process:
+            return False
+        last = next((f"leave.{kind}" for kind in ("outer", "weight") if getattr(group.kind, kind)), "")
+        return not last or self.placements[last].dim == 1
 
     def may_have_copy(self, role: str) -> bool:
         """Whether weights with this role can have a working copy (train.working_copies). Factors, dense weights and the head can,
@@ -204,10 +208,18 @@ class LayoutSpec:
             model.dim // p if self.residual == "hidden" else model.dim,
         )
 
-    def latent_shape(self, parallel: ParallelConfig, tokens: int, rank: int) -> tuple[int, int]:
-        """Local shape of the latents of rank `rank` that are passed to the next block."""
-        p = parallel.tp
-        return tokens // p if self.residual == "tokens" else tokens, rank // p if self.shards_rank else rank
+    def carried_shapes(
+        self, group: GroupSpec, model: ModelConfig, parallel: ParallelConfig, tokens: int
+    ) -> list[tuple[int, int]]:
+        """Local shapes of the tensors that a group carries to the next block: its latents, or one output per slot."""
+        residual = self.residual_shape(model, parallel, tokens)
+        if group.kind.carries == "latents":
+            return [(residual[0], sum(group.up_widths) // (parallel.tp if self.shards_rank else 1))]
+        if group.side == "leave":
+            return [residual]
+        if group.name != "qkv":
+            return [self.channels_shape(model, parallel, tokens)] * len(group.slots)
+        return [(tokens, max(slot.d_out // self.num_shards(parallel), model.head_dim)) for slot in group.slots]
 
     def suits(self, model: ModelConfig) -> bool:
         """Whether the layout supports this model's family."""
@@ -268,8 +280,8 @@ class LayoutSpec:
             for part in (*slot.linear.inner, *slot.linear.select, *slot.linear.outer)
         )
         own = {f"{slot.name}.{part.name}": part.width for slot, part in maps if part.width not in named.values()}
-        extra = {f"{s.name}.{e.name}": e.shape[0] for s in linears(model) for e in s.linear.extra if not e.is_whole}
-        return named | own | extra
+        extra = ((f"{slot.name}.{e.name}", e) for slot in linears(model) for e in slot.linear.extra)
+        return named | own | {name: e.shape[0] for name, e in extra if not (e.is_whole or e.is_output)}
 
     # The table of collectives.
 
@@ -278,16 +290,16 @@ class LayoutSpec:
         return [replace(comm, place=context.group.name) for comm in self.group_comms(context)]
 
     def backward(
-        self, comms: Sequence[PlannedComm], policy: str, to_the_end: bool = False
+        self, comms: Sequence[PlannedComm], policy: str, ends_with_comm: bool = False
     ) -> Iterator[tuple[str, PlannedComm]]:
         """Yields (phase, collective) for one block in backward order, including collectives that are recomputed.
 
         With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, and only up to
-        the last tensor needed. A collective at the very end of the block is repeated only if `to_the_end` is true.
+        the last tensor needed: without the last collective if it `ends_with_comm`.
         """
         rest = list(comms)
         if policy == "full-block":
-            if self.ends_with_comm and not to_the_end:
+            if ends_with_comm:
                 yield "backward", rest.pop()
             yield from (("recompute", comm) for comm in rest)
         for _, alike in itertools.groupby(rest[::-1], lambda comm: comm.place):
@@ -322,7 +334,7 @@ class SingleSpec(LayoutSpec):
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
         return iter(())
 
-    shards_rank = communicates_at_bottleneck = ends_with_comm = False
+    shards_rank = communicates_at_bottleneck = False
 
 
 def local_shape(parameter: Parameter, placement: Placement, processes: int) -> tuple[int, ...]:

@@ -107,10 +107,11 @@ class BTPCPSpec(CrossingSpec):
     low_rank = True
 
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
-        """Whether one rank's heads are narrower than this projection's widest latent over all blocks. All blocks make the same
+        """Whether one rank's heads are narrower than this projection's widest bottleneck over all blocks. All blocks make the same
         choice, and so do k and v."""
         names = ("attn.k", "attn.v") if slot.kv else (slot.name,)
-        widest = max(_sent_width(other) for other in linears(model) if other.name in names)
+        alike = (other for other in linears(model) if other.name in names and other.linear.outer)
+        widest = max(map(_sent_width, alike), default=0)
         return heads_width(slot, model, parallel) < widest
 
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
