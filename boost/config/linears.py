@@ -86,12 +86,24 @@ class Linear:
     def __post_init__(self) -> None:
         maps = (*self.inner, *self.outer, *self.weight, *self.select)
         names = [part.name for part in maps] + [part.name for part in self.extra]
-        if len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
-            raise ConfigError(f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G")
+        # norm and bias are parameters of q, k, v and o already.
+        if len({*names, "norm", "bias"}) < len(names) + 2 or not all(map(str.isidentifier, names)):
+            raise ConfigError(
+                f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G, not norm or bias"
+            )
+        if empty := next((part.name for part in self.extra if min(part.shape, default=0) < 1), None):
+            raise ConfigError(f"{empty} has no elements or no rows; give it a shape such as (1,)")
         kinds = bool(self.inner), bool(self.outer), len(self.weight), bool(self.weight and self.select)
         if kinds not in ((True, True, 0, False), (False, False, 1, False)):
             raise ConfigError(
                 f"a linear of maps {', '.join(names)} is not supported; it has inner and outer maps, or one weight"
+            )
+        # Latents of several maps stand map by map, not linear by linear.
+        alone = (len(self.inner), len(self.outer), len(self.select)) == (1, 1, 0)
+        if (self.extra or self.carries != "nothing" or self.mixes_elements or self.sums) and not alone:
+            raise ConfigError(
+                f"a linear of maps {', '.join(part.name for part in maps)} has no latents to mix; extra parameters, carried "
+                "latents and sums need one inner and one outer map"
             )
         if drawn := next((part.name for part in self.select if isinstance(part.initial, float)), None):
             raise ConfigError(
@@ -108,7 +120,8 @@ class Linear:
     def alike(self) -> tuple[object, ...]:
         """What linears that share an input have in common."""
         numbers = len(self.inner), len(self.outer), len(self.select)
-        return *numbers, self.carries, self.mixes_elements, self.sums, *(extra.name for extra in self.extra)
+        joined = ((part.name, part.is_whole, part.is_joined and part.shape[1:]) for part in self.extra)
+        return *numbers, self.carries, self.mixes_elements, self.sums, *joined
 
     @property
     def down_width(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from boost.config.architecture import (
     is_usual,
 )
 from boost.config.families import ModelConfig
-from boost.config.linears import Linear, Map, Select, Size
+from boost.config.linears import Extra, Linear, Map, Select, Size
 from boost.convert.formats import entries, form_of, modeling
 from boost.errors import ConfigError
 from boost.families import CoLAConfig, DenseConfig, SVDConfig
@@ -43,7 +43,7 @@ def test_an_index_is_not_drawn() -> None:
         Linear((A,), (B,), select=(Select("I", 4, 0.1),))
 
 
-@pytest.mark.parametrize("inner", [(A, A), (A, Map("gate.A", 4, 0.1))])
+@pytest.mark.parametrize("inner", [(A, A), (A, Map("gate.A", 4, 0.1)), (Map("norm", 4, 0.1),), (Map("bias", 4, 0.1),)])
 def test_every_map_has_a_name_of_its_own(inner: tuple[Map, ...]) -> None:
     with pytest.raises(ConfigError, match="each needs a name of its own, such as G"):
         Linear(inner, (B,))
@@ -54,6 +54,35 @@ def test_linears_that_share_an_input_have_equally_many_inner_maps() -> None:
     slots = Slot("attn.q", 8, 8, pair), Slot("attn.k", 8, 8, gated)
     with pytest.raises(ConfigError, match=r"attn\.q, attn\.k share an input, so they must have equally many maps"):
         GroupSpec("qkv", "enter", slots)
+
+
+@pytest.mark.parametrize("mixed", [{"extra": (Extra("g", (4,), 0.1),)}, {"carries": "latents"}, {"sums": 2}])
+@pytest.mark.parametrize(
+    "maps",
+    [
+        {"weight": (W,)},
+        {"inner": (A, G), "outer": (B,)},
+        {"inner": (A,), "outer": (B, W)},
+        {"inner": (A,), "outer": (B,), "select": (I,)},
+    ],
+)
+def test_only_latents_of_one_map_are_mixed(maps: dict[str, Any], mixed: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="has no latents to mix; .* need one inner and one outer map"):
+        Linear(**maps, **mixed)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0)])
+def test_an_extra_parameter_has_elements(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="g has no elements or no rows"):
+        Linear((A,), (B,), extra=(Extra("g", shape, 0.1),))
+
+
+@pytest.mark.parametrize("other", [{"is_whole": True}, {"is_joined": False}, {"shape": (4, 3)}])
+def test_linears_that_share_an_input_have_the_same_extra_parameters(other: dict[str, Any]) -> None:
+    extra = Extra("g", (4, 2), 0.1, is_joined=True)
+    one, two = (Linear((A,), (B,), extra=(part,)) for part in (extra, replace(extra, **other)))
+    with pytest.raises(ConfigError, match="must have equally many maps and the same extra parameters"):
+        GroupSpec("gate_up", "enter", (Slot("mlp.gate", 8, 6, one), Slot("mlp.up", 8, 6, two)))
 
 
 def test_maps_of_a_group_stand_map_by_map() -> None:
