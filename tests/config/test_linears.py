@@ -1,6 +1,6 @@
 """What a family may describe, and what is refused in one line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,10 @@ from boost.config.linears import Extra, Linear, Map, Select, Size
 from boost.convert.formats import entries, form_of, modeling
 from boost.errors import ConfigError
 from boost.families import CoLAConfig, DenseConfig, SVDConfig
+from boost.layouts.vanilla import Vanilla
 from boost.models.init import initial_value
+from boost.models.latents import Math, Mixer
+from boost.plan.collectives import step_collectives
 from tests import toy
 from tests.families import known
 
@@ -182,14 +185,47 @@ class Greedy(CoLAConfig):
         return replace(pair, outer=(*pair.outer, Map("S", self.channels, 0.1)), select=(index,))
 
 
-for _family in ("wide", "mixed", "whole", "bent", "partly", "greedy"):
+class Loud(CoLAConfig):
+    """A gain beside the maps, which is stored in fp32, and latents that pass on; the first block sums nothing."""
+
+    family: Literal["loud"] = "loud"  # type: ignore[assignment]
+    math: ClassVar[str] = f"{__name__}:Gain"
+    start: str = "boost.models.init:ones"
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        pair = replace(super().linear(layer, size), carries="latents", sums=1)
+        return replace(pair, extra=(Extra("gain", (pair.up_width,), self.start),)) if layer else pair
+
+
+class Gain(Math):
+    """u times the gain, in the dtype that this has."""
+
+    def mix(self, u_TR: torch.Tensor, prev: Sequence[torch.Tensor], mixer: Mixer) -> torch.Tensor:
+        return u_TR * torch.cat([mixer.of("gain", slot) for slot in range(len(prev))])
+
+    def sums(self, mixed_TR: torch.Tensor, mixer: Mixer) -> torch.Tensor:
+        parts = mixed_TR.double().split(mixer.widths, dim=-1)
+        return torch.stack([part.sum(-1) for part in parts], dim=-1)
+
+    def normalize(self, mixed_TR: torch.Tensor, sums: torch.Tensor | None, mixer: Mixer) -> torch.Tensor:
+        return mixed_TR.float()
+
+
+class Unmixed(Loud):
+    """Without mathematics for its gain."""
+
+    family: Literal["unmixed"] = "unmixed"  # type: ignore[assignment]
+    math: ClassVar[str] = "boost.models.latents:Math"
+
+
+for _family in ("wide", "mixed", "whole", "bent", "partly", "greedy", "loud", "unmixed"):
     ModelConfig.choices.pop(_family)
 
 
 @pytest.fixture
 def own() -> Iterator[None]:
     with known.registered():
-        for family in (Wide, Mixed, Whole, Bent, Partly, Greedy):
+        for family in (Wide, Mixed, Whole, Bent, Partly, Greedy, Loud, Unmixed):
             ModelConfig.choices[family.model_fields["family"].default] = family
         yield
 
@@ -241,3 +277,58 @@ def test_our_modeling_file_computes_our_mathematics_only() -> None:
         modeling(model, form_of(model, merge=True))
     (gate,) = [p for p in block_parameters(model, 0) if p.name == "layers.0.attn.q.gate_A"]
     assert initial_value(gate, model, 0).std() > 4, "a map's own initial value, whatever its name"
+
+
+@pytest.mark.usefixtures("own")
+def test_activations_keep_their_dtype_whatever_mathematics_returns() -> None:
+    config = toy.toy_config("bfloat16", model={"family": "loud"})
+    decoder, _ = toy.toy_decoder(config)
+    tokens, _ = toy.toy_tokens(config)
+    (stream,) = decoder._run_blocks(decoder.layout, decoder._parts(tokens, None, (), False))
+    assert stream.x.dtype == torch.bfloat16
+    group, vanilla = decoder.blocks[1].qkv, object.__new__(Vanilla)  # sharded latents, in its steps
+    u = torch.zeros(3, sum(group.mixer.widths), dtype=torch.bfloat16)
+    mixed, sums = vanilla._mix(group, u, u)
+    assert (mixed.dtype, sums.dtype) == (torch.bfloat16, torch.float64)
+    assert {y.dtype for y in vanilla._normalize_and_project(group, mixed, sums)[0]} == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("own")
+def test_a_block_that_mixes_nothing_sums_nothing() -> None:
+    config = toy.toy_config(model={"family": "loud"}, parallel={"layout": "vanilla", "tp": 2})
+    summed = {c.layer for c in step_collectives(config) if c.phase == "forward" and c.shape[-1] in (1, 2, 3)}
+    assert summed == {1}
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        ({"family": "unmixed"}, "Math has no `mix`, but its linears have extra parameters or latents to mix"),
+        (
+            {"family": "loud", "start": "boost.models.init:twos"},
+            r"initial value of layers\.1\.attn\.q\.gain = 'boost\.models\.init:twos' ca",
+        ),
+        ({"family": "loud", "start": "no_module:ones"}, "cannot be imported .No module named 'no_module'"),
+        (
+            {"family": "loud", "start": f"{__name__}:short"},
+            r"of layers\.1\.attn\.q\.gain must have shape \(8,\), not \(1,\)",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_what_mathematics_lacks_is_one_line(model: dict[str, Any], error: str) -> None:
+    config = toy.toy_config(model=model)
+    with pytest.raises(ConfigError, match=error):
+        toy.toy_decoder(config)[0](*toy.toy_tokens(config))
+
+
+@pytest.mark.usefixtures("own")
+def test_mathematics_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loud, "math", f"{__name__}:Gone")
+    with pytest.raises(ConfigError, match=r"math of model\.family = 'loud' = '.*:Gone' cannot be imported"):
+        toy.toy_decoder(toy.toy_config(model={"family": "loud", "layers": 3}))
+
+
+def short(*_: object) -> torch.Tensor:
+    """One number."""
+    return torch.ones(1)
