@@ -116,6 +116,5 @@ class Vanilla(Replicated):
     ) -> tuple[Sequence[Tensor], Latents]:
         """Segment: what follows, act and B, given the sums of whole latents."""
         assert group.mixer is not None
-        normed_TR = group.math.normalize(mixed_TR, sums, group.mixer).to(mixed_TR.dtype)
-        h_TR, kept = group.activate(normed_TR, is_mixed=True)
+        h_TR, kept = group.activate(group.math.normalize(mixed_TR, sums, group.mixer).to(mixed_TR.dtype), is_mixed=True)
         return group.project(h_TR), kept
