@@ -162,7 +162,7 @@ CORE = (
     "config/architecture.py",
     "families/",
 )
-CORE_FILES, CORE_LINES = 43, 6976
+CORE_FILES, CORE_LINES = 43, 6982
 
 
 def test_the_core_is_small() -> None:

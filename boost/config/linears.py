@@ -89,15 +89,26 @@ class Linear:
     def __post_init__(self) -> None:
         maps = (*self.inner, *self.outer, *self.weight, *self.select)
         names = [part.name for part in maps] + [part.name for part in self.extra]
-        if len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
-            raise ConfigError(f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G")
+        # norm and bias are parameters of q, k, v and o already.
+        if len({*names, "norm", "bias"}) < len(names) + 2 or not all(map(str.isidentifier, names)):
+            raise ConfigError(
+                f"a linear has maps {', '.join(names)}; each needs a name of its own, such as G, not norm or bias"
+            )
+        if empty := next((part.name for part in self.extra if min(part.shape, default=0) < 1), None):
+            raise ConfigError(f"{empty} has no elements or no rows; give it a shape such as (1,)")
         alone = len(self.inner), len(self.weight), len(self.select)
         if alone not in ((1, 0, 0), (0, 1, 0)) if not self.outer else self.weight or not self.inner:
             raise ConfigError(
                 f"a linear of maps {', '.join(names)} is not supported; it has inner and outer maps, one inner map, or one weight"
             )
-        if not self.outer and (self.carries == "latents" or not all(extra.is_output for extra in self.extra)):
-            raise ConfigError(f"a linear of {names[0]} alone has no latents, so it can carry and mix none")
+        # Latents of several maps stand map by map, not linear by linear.
+        is_mixed = self.carries == "latents" or self.mixes_elements or self.sums
+        is_mixed = is_mixed or not all(extra.is_output for extra in self.extra)
+        if is_mixed and (len(self.inner), len(self.outer), len(self.select)) != (1, 1, 0):
+            raise ConfigError(
+                f"a linear of maps {', '.join(part.name for part in maps)} has no latents to mix; extra parameters, carried "
+                "latents and sums need one inner and one outer map"
+            )
         if wrong := next((extra for extra in self.extra if extra.is_output and extra.shape != (1,)), None):
             raise ConfigError(f"{wrong.name} is for outputs, so its shape is (1,), not {wrong.shape}")
         if drawn := next((part.name for part in self.select if isinstance(part.initial, float)), None):
@@ -120,7 +131,8 @@ class Linear:
     def alike(self) -> tuple[object, ...]:
         """What linears that share an input have in common."""
         numbers = len(self.inner), len(self.outer), len(self.select)
-        return *numbers, self.carries, self.mixes_elements, self.sums, *(extra.name for extra in self.extra)
+        joined = ((part.name, part.is_whole, part.is_joined and part.shape[1:]) for part in self.extra)
+        return *numbers, self.carries, self.mixes_elements, self.sums, *joined
 
     @property
     def down_width(self) -> int:

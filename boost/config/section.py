@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 import os
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
@@ -100,6 +101,14 @@ def load_plugins() -> None:
 
 WholeConfig = Any
 """The whole configuration (`boost.config.schema.Config`), which rules read. It is Any because that module imports this one."""
+
+
+def resolved(name: str, field: str) -> Any:
+    """What a class names as `module:name` in `field`. Raises ConfigError if it cannot be imported."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{field} = '{name}' cannot be imported ({error}); correct it in its class") from None
 
 
 class Tagged(Section):

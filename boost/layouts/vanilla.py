@@ -107,7 +107,8 @@ class Vanilla(Replicated):
         prev = () if prev_TR is None else prev_TR.split(mixer.prev_widths, dim=-1)
         if kind.mixes_elements:
             prev = tuple(collectives.rows_to_features(part, self.axis) for part in prev)
-        mixed_TR = group.math.mix(torch.cat(u_TR, dim=-1) if isinstance(u_TR, tuple) else u_TR, prev, mixer)
+        u_TR = torch.cat(u_TR, dim=-1) if isinstance(u_TR, tuple) else u_TR
+        mixed_TR = group.math.mix(u_TR, prev, mixer).to(u_TR.dtype)
         return (mixed_TR, group.math.sums(mixed_TR, mixer)) if kind.sums else (mixed_TR,)
 
     def _normalize_and_project(
@@ -115,5 +116,5 @@ class Vanilla(Replicated):
     ) -> tuple[Sequence[Tensor], Latents]:
         """Segment: what follows, act and B, given the sums of whole latents."""
         assert group.mixer is not None
-        h_TR, kept = group.activate(group.math.normalize(mixed_TR, sums, group.mixer), is_mixed=True)
+        h_TR, kept = group.activate(group.math.normalize(mixed_TR, sums, group.mixer).to(mixed_TR.dtype), is_mixed=True)
         return group.project(h_TR), kept

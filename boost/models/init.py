@@ -8,7 +8,6 @@ Legend: W [O, I] of rank up to min(O, I); B [O, r], A [r, I]; B A is the closest
 import contextlib
 import hashlib
 import math
-import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from torch import Tensor
 from boost.config.architecture import Parameter, slot_of
 from boost.config.linears import SPECTRAL
 from boost.config.schema import ModelConfig
+from boost.config.section import resolved
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam, fused_params, local_slice
@@ -45,10 +45,13 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
     """A parameter's whole initial tensor, fp32 on the CPU."""
     initial = parameter.initial
     if isinstance(initial, str):
-        initial = pkgutil.resolve_name(initial)
+        initial = resolved(initial, f"the initial value of {parameter.name}")
     if callable(initial):
         made = cast(Tensor, initial(parameter, model, seed))
-        assert made.shape == parameter.shape, f"{parameter.name} has shape {parameter.shape}, not {made.shape}"
+        if made.shape != parameter.shape:
+            raise ConfigError(
+                f"the initial value of {parameter.name} must have shape {parameter.shape}, not {(*made.shape,)}"
+            )
         if parameter.is_index:
             require_index(made, parameter, model)
         return made

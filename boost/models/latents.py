@@ -2,7 +2,6 @@
 
 import functools
 import operator
-import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from boost.config.architecture import GroupSpec
 from boost.config.schema import ModelConfig
+from boost.config.section import resolved
 from boost.errors import ConfigError
 from boost.models.fused import FusedModule, Sharding
 
@@ -66,10 +66,10 @@ class Mixer(FusedModule):
     def forward(self, u_TR: Tensor, prev_TR: Tensor | None = None) -> Tensor:
         """u, mixed and normalized, if this process holds whole latents."""
         prev = () if prev_TR is None else prev_TR.split(self.prev_widths, dim=-1)
-        return self.math.normalize(self.math.mix(u_TR, prev, self), None, self)
+        return self.math.normalize(self.math.mix(u_TR, prev, self), None, self).to(u_TR.dtype)
 
     def of(self, name: str, slot: int) -> Tensor:
-        """This process's rows of the parameter of one slot."""
+        """This process's rows of the parameter of one slot, in the dtype that it is stored in."""
         parameter: Tensor = getattr(self, f"{name}_{self.names[slot]}")
         return parameter
 
@@ -101,17 +101,19 @@ class Math:
         return self.act
 
     def mix(self, u_TR: Tensor, prev: Sequence[Tensor], mixer: Mixer) -> Tensor:
-        """Combines u with the previous block's latents, if any: one [T, r] per slot, whole if `Linear.mixes_elements`."""
-        raise NotImplementedError(
+        """Combines u with the previous block's latents, if any: one [T, r] per slot, whole if `Linear.mixes_elements`. u never has
+        to be whole, so an element may depend only on the same element of u."""
+        raise ConfigError(
             f"{type(self).__name__} has no `mix`, but its linears have extra parameters or latents to mix"
         )
 
     def sums(self, mixed_TR: Tensor, mixer: Mixer) -> Tensor:
         """[T, `Linear.sums` of every slot], fp64: what `normalize` needs of whole latents, from this process's shard."""
-        raise NotImplementedError(f"{type(self).__name__} has no `sums`, but its linears declare some")
+        raise ConfigError(f"{type(self).__name__} has no `sums`, but its linears declare some")
 
     def normalize(self, mixed_TR: Tensor, sums: Tensor | None, mixer: Mixer) -> Tensor:
-        """`sums`: over all shards; None if this process has whole latents."""
+        """`sums`: over all shards; None if this process has whole latents. Without `Linear.sums`, it is always None, and an element
+        may depend only on the same element."""
         return mixed_TR
 
     def finish(self, y: Sequence[Tensor], prev: Sequence[Tensor], mixer: Mixer) -> Sequence[Tensor]:
@@ -123,7 +125,7 @@ class Math:
 @functools.lru_cache(maxsize=64)
 def math_of(model: ModelConfig) -> Math:
     """The mathematics of a model's family."""
-    made: Math = pkgutil.resolve_name(model.math)(model)
+    made: Math = resolved(model.math, f"math of model.family = '{model.family}'")(model)
     return made
 
 

@@ -21,8 +21,8 @@ Part = dict[Tensor, tuple[int, dict[str, Tensor]]]
 
 
 def decays(fused: FusedParam, optim: OptimConfig) -> bool:
-    """Whether a stored tensor has weight decay. Every parameter of a linear does; the embedding, head and norms do only
-    if optim.decay_on = 'all'."""
+    """Whether a stored tensor has weight decay. Every map of a linear does; its extra parameters and biases, the embedding,
+    head and norms do only if optim.decay_on = 'all'."""
     role = fused.slices[0].parameter.role
     return optim.decay_on == "all" or role.startswith(("enter.", "q.", "kv.", "o.", "leave."))
 

@@ -1,8 +1,8 @@
 """What a family may describe, and what is refused in one line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ from boost.config.linears import Extra, Linear, Map, Select, Size
 from boost.convert.formats import entries, form_of, modeling
 from boost.errors import ConfigError
 from boost.families import CoLAConfig, DenseConfig, SVDConfig
+from boost.layouts.vanilla import Vanilla
 from boost.models.init import initial_value
+from boost.models.latents import Math, Mixer
+from boost.plan.collectives import step_collectives
 from tests import toy
 from tests.families import known
 
@@ -47,7 +50,7 @@ def test_other_maps_are_refused(maps: dict[str, tuple[Map, ...]]) -> None:
 def test_a_linear_of_full_rank_has_outputs_only() -> None:
     beta = Extra("beta", (1,), 0.1, is_output=True)
     assert Linear((W,), extra=(beta,), carries="outputs").up_width == 4
-    with pytest.raises(ConfigError, match="a linear of W alone has no latents, so it can carry and mix none"):
+    with pytest.raises(ConfigError, match="a linear of maps W has no latents to mix"):
         Linear((W,), carries="latents")
     with pytest.raises(ConfigError, match="a linear of W alone has no latents"):
         Linear((W,), extra=(Extra("gain", (4,), 0.1),))
@@ -60,7 +63,7 @@ def test_an_index_is_not_drawn() -> None:
         Linear((A,), (B,), select=(Select("I", 4, 0.1),))
 
 
-@pytest.mark.parametrize("inner", [(A, A), (A, Map("gate.A", 4, 0.1))])
+@pytest.mark.parametrize("inner", [(A, A), (A, Map("gate.A", 4, 0.1)), (Map("norm", 4, 0.1),), (Map("bias", 4, 0.1),)])
 def test_every_map_has_a_name_of_its_own(inner: tuple[Map, ...]) -> None:
     with pytest.raises(ConfigError, match="each needs a name of its own, such as G"):
         Linear(inner, (B,))
@@ -71,6 +74,35 @@ def test_linears_that_share_an_input_have_equally_many_inner_maps() -> None:
     slots = Slot("attn.q", 8, 8, pair), Slot("attn.k", 8, 8, gated)
     with pytest.raises(ConfigError, match=r"attn\.q, attn\.k share an input, so they must have equally many maps"):
         GroupSpec("qkv", "enter", slots)
+
+
+@pytest.mark.parametrize("mixed", [{"extra": (Extra("g", (4,), 0.1),)}, {"carries": "latents"}, {"sums": 2}])
+@pytest.mark.parametrize(
+    "maps",
+    [
+        {"weight": (W,)},
+        {"inner": (A, G), "outer": (B,)},
+        {"inner": (A,), "outer": (B, W)},
+        {"inner": (A,), "outer": (B,), "select": (I,)},
+    ],
+)
+def test_only_latents_of_one_map_are_mixed(maps: dict[str, Any], mixed: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="has no latents to mix; .* need one inner and one outer map"):
+        Linear(**maps, **mixed)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0)])
+def test_an_extra_parameter_has_elements(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="g has no elements or no rows"):
+        Linear((A,), (B,), extra=(Extra("g", shape, 0.1),))
+
+
+@pytest.mark.parametrize("other", [{"is_whole": True}, {"is_joined": False}, {"shape": (4, 3)}])
+def test_linears_that_share_an_input_have_the_same_extra_parameters(other: dict[str, Any]) -> None:
+    extra = Extra("g", (4, 2), 0.1, is_joined=True)
+    one, two = (Linear((A,), (B,), extra=(part,)) for part in (extra, replace(extra, **other)))
+    with pytest.raises(ConfigError, match="must have equally many maps and the same extra parameters"):
+        GroupSpec("gate_up", "enter", (Slot("mlp.gate", 8, 6, one), Slot("mlp.up", 8, 6, two)))
 
 
 def test_maps_of_a_group_stand_map_by_map() -> None:
@@ -187,14 +219,47 @@ class Greedy(CoLAConfig):
         return replace(pair, outer=(*pair.outer, Map("S", self.channels, 0.1)), select=(index,))
 
 
-for _family in ("wide", "wide-whole", "mixed", "whole", "bent", "partly", "greedy"):
+class Loud(CoLAConfig):
+    """A gain beside the maps, which is stored in fp32, and latents that pass on; the first block sums nothing."""
+
+    family: Literal["loud"] = "loud"  # type: ignore[assignment]
+    math: ClassVar[str] = f"{__name__}:Gain"
+    start: str = "boost.models.init:ones"
+
+    def linear(self, layer: int, size: Size) -> Linear:
+        pair = replace(super().linear(layer, size), carries="latents", sums=1)
+        return replace(pair, extra=(Extra("gain", (pair.up_width,), self.start),)) if layer else pair
+
+
+class Gain(Math):
+    """u times the gain, in the dtype that this has."""
+
+    def mix(self, u_TR: torch.Tensor, prev: Sequence[torch.Tensor], mixer: Mixer) -> torch.Tensor:
+        return u_TR * torch.cat([mixer.of("gain", slot) for slot in range(len(prev))])
+
+    def sums(self, mixed_TR: torch.Tensor, mixer: Mixer) -> torch.Tensor:
+        parts = mixed_TR.double().split(mixer.widths, dim=-1)
+        return torch.stack([part.sum(-1) for part in parts], dim=-1)
+
+    def normalize(self, mixed_TR: torch.Tensor, sums: torch.Tensor | None, mixer: Mixer) -> torch.Tensor:
+        return mixed_TR.float()
+
+
+class Unmixed(Loud):
+    """Without mathematics for its gain."""
+
+    family: Literal["unmixed"] = "unmixed"  # type: ignore[assignment]
+    math: ClassVar[str] = "boost.models.latents:Math"
+
+
+for _family in ("wide", "wide-whole", "mixed", "whole", "bent", "partly", "greedy", "loud", "unmixed"):
     ModelConfig.choices.pop(_family)
 
 
 @pytest.fixture
 def own() -> Iterator[None]:
     with known.registered():
-        for family in (Wide, WideWhole, Mixed, Whole, Bent, Partly, Greedy):
+        for family in (Wide, WideWhole, Mixed, Whole, Bent, Partly, Greedy, Loud, Unmixed):
             ModelConfig.choices[family.model_fields["family"].default] = family
         yield
 
@@ -247,3 +312,58 @@ def test_our_modeling_file_computes_our_mathematics_only() -> None:
         modeling(model, form_of(model, merge=True))
     (gate,) = [p for p in block_parameters(model, 0) if p.name == "layers.0.attn.q.gate_A"]
     assert initial_value(gate, model, 0).std() > 4, "a map's own initial value, whatever its name"
+
+
+@pytest.mark.usefixtures("own")
+def test_activations_keep_their_dtype_whatever_mathematics_returns() -> None:
+    config = toy.toy_config("bfloat16", model={"family": "loud"})
+    decoder, _ = toy.toy_decoder(config)
+    tokens, _ = toy.toy_tokens(config)
+    (stream,) = decoder._run_blocks(decoder.layout, decoder._parts(tokens, None, (), False))
+    assert stream.x.dtype == torch.bfloat16
+    group, vanilla = decoder.blocks[1].qkv, object.__new__(Vanilla)  # sharded latents, in its steps
+    u = torch.zeros(3, sum(group.mixer.widths), dtype=torch.bfloat16)
+    mixed, sums = vanilla._mix(group, u, u)
+    assert (mixed.dtype, sums.dtype) == (torch.bfloat16, torch.float64)
+    assert {y.dtype for y in vanilla._normalize_and_project(group, mixed, sums)[0]} == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("own")
+def test_a_block_that_mixes_nothing_sums_nothing() -> None:
+    config = toy.toy_config(model={"family": "loud"}, parallel={"layout": "vanilla", "tp": 2})
+    summed = {c.layer for c in step_collectives(config) if c.phase == "forward" and c.shape[-1] in (1, 2, 3)}
+    assert summed == {1}
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        ({"family": "unmixed"}, "Math has no `mix`, but its linears have extra parameters or latents to mix"),
+        (
+            {"family": "loud", "start": "boost.models.init:twos"},
+            r"initial value of layers\.1\.attn\.q\.gain = 'boost\.models\.init:twos' ca",
+        ),
+        ({"family": "loud", "start": "no_module:ones"}, "cannot be imported .No module named 'no_module'"),
+        (
+            {"family": "loud", "start": f"{__name__}:short"},
+            r"of layers\.1\.attn\.q\.gain must have shape \(8,\), not \(1,\)",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_what_mathematics_lacks_is_one_line(model: dict[str, Any], error: str) -> None:
+    config = toy.toy_config(model=model)
+    with pytest.raises(ConfigError, match=error):
+        toy.toy_decoder(config)[0](*toy.toy_tokens(config))
+
+
+@pytest.mark.usefixtures("own")
+def test_mathematics_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loud, "math", f"{__name__}:Gone")
+    with pytest.raises(ConfigError, match=r"math of model\.family = 'loud' = '.*:Gone' cannot be imported"):
+        toy.toy_decoder(toy.toy_config(model={"family": "loud", "layers": 3}))
+
+
+def short(*_: object) -> torch.Tensor:
+    """One number."""
+    return torch.ones(1)

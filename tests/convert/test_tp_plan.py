@@ -14,6 +14,7 @@ from boost.train.checkpoint import open_checkpoint
 from tests import toy
 from tests.convert.toys import CASES, GB, cases, exported, save
 from tests.distributed import run_distributed
+from tests.families import known
 
 pytestmark = pytest.mark.slow
 
@@ -111,8 +112,12 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_the_official_cola_format_declares_no_plan(tmp_path: Path, store: Path) -> None:
-    """transformers would shard cola_a before it transposes it: a one-line error instead of wrong logits."""
-    folder = exported(tmp_path, CASES["cola"][0], store / "tokenizer.json")
+@pytest.mark.parametrize("name", ["Cola", "Lost"])
+def test_some_formats_declare_no_plan(name: str, tmp_path: Path, store: Path) -> None:
+    """transformers would shard cola_a before it transposes it, and not know where selected inputs are: a one-line error instead of
+    wrong logits."""
+    with known.registered():
+        model = CASES["cola"][0] if name == "Cola" else {"family": name.lower()}
+        folder = exported(tmp_path, model, store / "tokenizer.json")
     for message in run_distributed(2, refused, folder):
-        assert "`ColaForCausalLM` has no `tp_plan`" in message
+        assert f"`{name}ForCausalLM` has no `tp_plan`" in message

@@ -87,7 +87,7 @@ class VanillaSpec(LayoutSpec):
         kind = context.group.kind
         if context.prev is not None and kind.mixes_elements:
             yield PlannedComm(GATHER, sum(context.prev.up_widths))
-        if kind.sums:
+        if kind.sums and (kind.extra or context.prev is not None):
             yield PlannedComm(SUM_BOTH, kind.sums * len(context.group.slots), dtype="float64")
 
     def variant(self, parallel: ParallelConfig) -> list[str]:

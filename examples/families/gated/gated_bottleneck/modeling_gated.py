@@ -20,6 +20,7 @@ class GatedBottleneck(BoostBottleneck):
 
 class GatedConfig(BoostConfig):
     bottleneck = GatedBottleneck
+    base_model_tp_plan = None  # of A and B alone
 
 
 class GatedModel(BoostModel):
@@ -28,3 +29,4 @@ class GatedModel(BoostModel):
 
 class GatedForCausalLM(BoostForCausalLM):
     config_class = GatedConfig
+    _tp_plan = None

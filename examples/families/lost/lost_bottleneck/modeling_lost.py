@@ -23,6 +23,7 @@ class LostBottleneck(BoostBottleneck):
 
 class LostConfig(BoostConfig):
     bottleneck = LostBottleneck
+    base_model_tp_plan = None  # of A and B alone
 
 
 class LostModel(BoostModel):
@@ -31,3 +32,4 @@ class LostModel(BoostModel):
 
 class LostForCausalLM(BoostForCausalLM):
     config_class = LostConfig
+    _tp_plan = None
