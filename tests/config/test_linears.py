@@ -52,7 +52,7 @@ def test_a_linear_of_full_rank_has_outputs_only() -> None:
     assert Linear((W,), extra=(beta,), carries="outputs").up_width == 4
     with pytest.raises(ConfigError, match="a linear of maps W has no latents to mix"):
         Linear((W,), carries="latents")
-    with pytest.raises(ConfigError, match="a linear of W alone has no latents"):
+    with pytest.raises(ConfigError, match="a linear of maps W has no latents to mix"):
         Linear((W,), extra=(Extra("gain", (4,), 0.1),))
     with pytest.raises(ConfigError, match=r"beta is for outputs, so its shape is \(1,\), not \(4,\)"):
         Linear((A,), (B,), extra=(replace(beta, shape=(4,)),))

@@ -37,7 +37,7 @@ class BTPSpec(LayoutSpec):
         "kv.outer": Placement(0),
         "leave.inner": Placement(1),
         "leave.outer": Placement(0),
-        "latent.rows": PARTIAL,  # gradients of latents are all-reduced after the gates' backward pass
+        "latent.rows": PARTIAL,  # gradients of latents are all-reduced after the backward pass of what mixes them
         "latent.whole": PARTIAL,
     }
     head_comms = (GATHER,)
