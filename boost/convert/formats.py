@@ -3,7 +3,7 @@
 llama   dense weights under the names of transformers' LlamaForCausalLM, which Mistral, Qwen2, Qwen3 and SmolLM3 share; merged: the
         same for factors without an activation between them, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
-boost   our own modeling file, or the family's: factors (A.weight, B.weight) and extra parameters unchanged, inside LLaMA's module names
+boost   our own modeling file, or the family's: factors (A.weight, B.weight) and extra parameters, inside LLaMA's module names
 """
 
 import json
