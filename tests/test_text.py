@@ -49,7 +49,11 @@ FILES: dict[str, tuple[bytes, str]] = {
     ),
     "absurd depth": (
         b"[model]\ndim = 1048576\nlayers = 1_000_000\nheads = 8",
-        r"model\.layers = 1000000 gives a model of .* parameters, but the maximum .* set model\.layers to 128 or less",
+        r"model\.layers = 1000000 exceeds 10000; set it to 128 or less",
+    ),
+    "absurd size": (
+        b"[model]\ndim = 1048576\nlayers = 10_000\nheads = 8",
+        r"model\.layers = 10000 gives a model of .* parameters, but the maximum .* set model\.layers to 128 or less",
     ),
     "absurd product": (
         b"[model]\nfamily = 'dense'\ndim = 1048576\nffn_dim = 1048576\nlayers = 128",
